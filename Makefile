@@ -1,0 +1,84 @@
+# Each target creates what it needs, so `make demo` or `make test` can be the first command in a fresh clone.
+# Needed beforehand: Python >= 3.10 with venv, make and a C++17 compiler.
+#
+#   PYTHON=python3.12                 the interpreter that .venv is made from
+#   TORCH=torch==2.12.0               the torch that goes into .venv
+#   JOBS=8                            test processes
+#   SLOW=all                          every slow test (all, part or none); part: one in four, others each day
+#   TE_COMPILE_PYTHON=/path/python3   use this interpreter and its packages as they are, for a GPU machine that has its
+#                                     own torch. Nothing is installed; `make install` builds csrc/ into the checkout.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+SLOW ?= part
+EXTRAS ?= hf,rich,plot,test,bench,dev
+BENCH_OUT ?= runs/bench
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+unexport TE_COMPILE_PYTHON  # the package reads TE_COMPILE_* as its options, and this is none
+ifdef TE_COMPILE_PYTHON
+RUN := $(TE_COMPILE_PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+RUN := .venv/bin/python
+READY := .venv/package.stamp
+endif
+
+# Test processes share the cores: one thread each, and no compile workers beside them.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(RUN) -m pytest -q -n $(JOBS) --dist worksteal --timeout 300
+
+.PHONY: help demo test lint zoo bench install clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
+
+# A busy machine stalls spinning threads: passive waiting makes the CPU run up to ten times faster there.
+demo: $(READY)  ## Train a small GPT-2 and a small Llama in high precision and in FP8, side by side (under 5 minutes)
+	OMP_WAIT_POLICY=passive $(RUN) -m benchmarks.demo $(ARGS)
+
+test: $(READY)  ## Run the tests, of the slow ones a part that changes daily (SLOW=all: every one)
+	$(PYTEST) tests --slow $(SLOW) $(ARGS)
+
+zoo: $(READY)  ## Run the whole-model tests only
+	$(PYTEST) tests/zoo $(ARGS)
+
+lint: $(READY)  ## Run ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(READY)  ## Measure a layer, whole models and the kernels; rows and tables go to runs/bench
+	mkdir -p $(BENCH_OUT)
+	@failed=; \
+	$(RUN) -m benchmarks.layer --out $(BENCH_OUT)/layer.jsonl || failed="$$failed layer"; \
+	$(RUN) -m benchmarks.models --out $(BENCH_OUT)/models.jsonl || failed="$$failed models"; \
+	$(RUN) -m benchmarks.kernels > $(BENCH_OUT)/kernels.jsonl || failed="$$failed kernels"; \
+	$(RUN) -m benchmarks.report $(BENCH_OUT); \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+install: $(READY)  ## Make .venv with the package in it, or build csrc/ for TE_COMPILE_PYTHON
+ifdef TE_COMPILE_PYTHON
+	PYTHON="$(TE_COMPILE_PYTHON)" csrc/build.sh
+endif
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache
+
+# torch comes first and alone, so that what needs "a torch" later finds this one and pip fetches no other.
+.venv/torch.stamp:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "te_compile needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q "pip>=22"
+	.venv/bin/python -m pip install -q "$(TORCH)"
+	@touch $@
+
+# The build runs in .venv itself: no second environment to download, and the same tools each time.
+.venv/package.stamp: .venv/torch.stamp pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
+	.venv/bin/python -m pip install -q scikit-build-core pybind11 cmake ninja
+	.venv/bin/python -m pip install -q --no-build-isolation -e ".[$(EXTRAS)]" "$(TORCH)"
+	@touch $@

@@ -1,0 +1,281 @@
+"""What ``options=`` accepts, checked before anything is compiled.
+
+An option may be given in three places; the earlier one wins:
+
+    torch.compile(model, backend="te_fp8", options={"recipe": "current"})       this model
+    te_compile.configure(recipe="current")                                      this process
+    TE_COMPILE_RECIPE=current python train.py                                   this run, when the code is not yours
+
+====================  ==========  ===================================================================================
+option                default     meaning
+====================  ==========  ===================================================================================
+``recipe``            "delayed"   a name, a dict, a recipe object: see ``te_compile.recipe``
+``include``           everything  which linears may go to FP8, by module name
+``exclude``           nothing     which may not
+``lm_head``           False       may the projection to logits go to FP8?
+``strict``            False       is an eligible linear that stays in high precision an error?
+``compiler``          "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
+``cost_model``        True        on a GPU, leave linears alone that are too small to gain
+``mode``              None        torch.compile's modes, here too because torch allows either mode or options
+any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
+====================  ==========  ===================================================================================
+
+``include`` and ``exclude`` take a glob pattern ("*.proj"), several ("*.proj,*lm_head*" or a list), or a function
+``(name, info) -> bool``, where ``name`` is the linear's module name and ``info`` what the caller knows about it. A
+pattern that fits a module fits everything inside it. ``None`` always means "not given here".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, cast, get_origin
+
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch.utils._config_module import ConfigModule
+
+from te_compile.recipe import DelayedScaling, Recipe, RecipeError, callable_key, did_you_mean, resolve
+
+ENVIRONMENT_PREFIX = "TE_COMPILE_"
+# Variables with our prefix that are no options: where to dump graphs, how to build csrc/, how to time GEMMs.
+OTHER_VARIABLES = (
+    "TE_COMPILE_DEBUG",
+    "TE_COMPILE_NATIVE",
+    "TE_COMPILE_CUDA_ARCHS",
+    "TE_COMPILE_GEMM_CANDIDATES",
+    "TE_COMPILE_PYTHON",
+)
+COMPILERS = ("inductor", "aot_eager")
+
+Selector: TypeAlias = tuple[str, ...] | Callable[[str, Any], bool]
+
+
+class OptionError(ValueError):
+    """An option that does not exist or has no such value; the message names it, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of one compilation, validated and with every default filled in; the module says what each means."""
+
+    recipe: Recipe = field(default_factory=DelayedScaling)
+    include: Selector | None = None
+    exclude: Selector = ()
+    lm_head: bool = False
+    strict: bool = False
+    compiler: str = "inductor"
+    cost_model: bool = True
+    mode: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
+
+    def __post_init__(self) -> None:
+        own = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in _checked(own).items():
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def resolve(call_options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """The options of a ``torch.compile`` call: its own, then :func:`configure`'s, then the environment's."""
+        call = _checked(call_options or {})
+        if mode is not None and call.setdefault("mode", asked := _as_mode("mode", mode)) != asked:
+            raise OptionError(f"mode={mode!r} and options['mode']={call['mode']!r}: give one, or both the same")
+        given = {**_from_environment(os.environ), **_configured, **call}
+        own = {name: given.pop(name) for name in _CHECKS if name in given}
+        return Options(**own, inductor=given)
+
+    def why_excluded(self, name: str, info: Any = None) -> str | None:
+        """Why ``include`` or ``exclude`` keep the linear of module ``name`` in high precision; None if they do not."""
+        pattern = _selected_by(self.exclude, name, info)
+        if pattern is not None:
+            return f"exclude {pattern}"
+        if self.include is not None and _selected_by(self.include, name, info) is None:
+            return "not matched by include"
+        return None
+
+    def key(self) -> str:
+        """All options in one line, for cache keys: equal exactly for options that compile alike."""
+        values = [f"{each.name}={_key_of(getattr(self, each.name))}" for each in fields(self)]
+        return "; ".join(values)
+
+
+def _selected_by(selector: Selector, name: str, info: Any) -> str | None:
+    """What in ``selector`` fits the module ``name`` or a module around it, as reports show it; None if nothing does."""
+    if not isinstance(selector, tuple):
+        return f"function {getattr(selector, '__name__', selector)!r}" if selector(name, info) else None
+    parts = name.split(".")
+    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    for pattern in selector:
+        if any(fnmatchcase(each, pattern) for each in around):
+            return f"pattern {pattern!r}"
+    return None
+
+
+def _key_of(value: Any) -> str:
+    """One value of :meth:`Options.key`."""
+    if isinstance(value, Recipe):
+        return value.key()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_key_of(value[name])}" for name in sorted(value)) + "}"
+    return callable_key(value) if callable(value) else repr(value)
+
+
+# --- process-wide defaults -----------------------------------------------------------------------------------------
+
+_configured: dict[str, Any] = {}
+
+
+class Configuration:
+    """What :func:`configure` returns; as a context manager it takes the change back at the end of the block."""
+
+    def __init__(self, before: dict[str, Any]) -> None:
+        self._before = before
+
+    def __enter__(self) -> Configuration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put back the configuration from before the call."""
+        _configured.clear()
+        _configured.update(self._before)
+
+
+def configure(**options: Any) -> Configuration:
+    """Set options for every later compilation of this process; a call's own options win over them.
+
+    ``configure(recipe="current")`` lasts, ``with configure(recipe="current"):`` lasts for a block, and
+    ``configure(recipe=None)`` forgets what was set for that one option. Inductor options with a dot in the name go in
+    as ``configure(**{"triton.cudagraphs": True})``.
+    """
+    checked = _checked(options)
+    before = dict(_configured)
+    for name, value in options.items():
+        if value is None:
+            _configured.pop(_own_or_inductor_name(name), None)
+    _configured.update(checked)
+    return Configuration(before)
+
+
+def configured() -> dict[str, Any]:
+    """A copy of what :func:`configure` has set."""
+    return dict(_configured)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options that ``TE_COMPILE_*`` variables give; an empty variable gives none."""
+    variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in _CHECKS}
+    known = [*variables, *OTHER_VARIABLES]
+    given: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
+            suggestion = did_you_mean(variable, known)
+            raise OptionError(f"{variable}={text!r}: no such variable{suggestion} There are {', '.join(known)}")
+        if variable in variables and text.strip():
+            name = variables[variable]
+            check = _truth_of if _CHECKS[name] is _as_bool else _CHECKS[name]
+            given[name] = check(variable, text.strip())
+    return given
+
+
+# --- validation: each check takes the option's name, for its error, and the value ----------------------------------
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` validated, each value in its final form; those that are None are left out."""
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options={options!r}: must be a dict of option names and values")
+    checked = {}
+    for given_name, value in options.items():
+        name = _own_or_inductor_name(given_name)
+        if value is not None:
+            check = _CHECKS.get(name, _as_inductor_value)
+            checked[name] = check(name, value)
+    return checked
+
+
+def _own_or_inductor_name(name: Any) -> str:
+    """The full name of the option that a user calls ``name``; Inductor's may be written with dashes."""
+    if name in _CHECKS:
+        return name
+    theirs = inductor_config.get_config_copy()
+    if isinstance(name, str) and name.replace("-", "_") in theirs:
+        return name.replace("-", "_")
+    suggestion = did_you_mean(str(name), [*_CHECKS, *theirs])
+    raise OptionError(
+        f"options[{name!r}]: no such option{suggestion} There are {', '.join(_CHECKS)} and those of "
+        "torch._inductor.list_options()"
+    )
+
+
+def _as_recipe(name: str, value: Any) -> Recipe:
+    try:
+        return resolve(value)
+    except RecipeError as error:
+        raise OptionError(f"{name}={value!r}: {error}" if name != "recipe" else str(error)) from None
+
+
+def _as_selector(name: str, value: Any) -> Selector:
+    """Patterns as a tuple, or the function."""
+    if callable(value):
+        return value
+    patterns = value.split(",") if isinstance(value, str) else value
+    if isinstance(patterns, Sequence) and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
+        return tuple(pattern.strip() for pattern in patterns)
+    raise OptionError(
+        f"{name}={value!r}: must be a glob pattern on module names such as '*lm_head*', a list of them, "
+        "or a function (name, info) -> bool"
+    )
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise OptionError(f"{name}={value!r}: must be True or False")
+
+
+def _truth_of(variable: str, text: str) -> bool:
+    """The boolean that an environment variable spells."""
+    truths = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() in truths:
+        return truths[text.lower()]
+    raise OptionError(f"{variable}={text!r}: must be 1 or 0 (or true/false, yes/no, on/off)")
+
+
+def _as_compiler(name: str, value: Any) -> str:
+    return _one_of(name, value, COMPILERS)
+
+
+def _as_mode(name: str, value: Any) -> str | None:
+    chosen = _one_of(name, value, tuple(list_mode_options()))
+    return None if chosen == "default" else chosen
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+
+
+def _as_inductor_value(name: str, value: Any) -> Any:
+    """A value that Inductor's option ``name`` can hold, as far as its declared type tells."""
+    declared = cast(ConfigModule, inductor_config).get_type(name)
+    if isinstance(declared, type) and get_origin(declared) is None and not isinstance(value, declared):
+        raise OptionError(f"{name}={value!r}: an Inductor option of type {declared.__name__}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "recipe": _as_recipe,
+    "include": _as_selector,
+    "exclude": _as_selector,
+    "lm_head": _as_bool,
+    "strict": _as_bool,
+    "compiler": _as_compiler,
+    "cost_model": _as_bool,
+    "mode": _as_mode,
+}
