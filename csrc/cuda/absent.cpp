@@ -1,0 +1,35 @@
+// Stands in for the CUDA files in a build without nvcc.
+#include "failure.hpp"
+
+namespace {
+
+te_status not_built() {
+  te_compile::set_last_error("te_compile was built without CUDA: nvcc was not found when csrc/ was built");
+  return TE_NOT_BUILT;
+}
+
+}  // namespace
+
+extern "C" {
+
+int te_cuda_built(void) { return 0; }
+
+te_status te_cuda_quantize(int, const void*, te_dtype, int64_t, int64_t, const float*, int, const te_scale_rule*,
+                           te_dtype, uint8_t*, uint8_t*, float*, float*, void*) {
+  return not_built();
+}
+
+te_status te_cuda_update_scales(int, float* const*, const float* const*, const int64_t*, int64_t, int64_t,
+                                const te_scale_rule*, te_amax_algorithm, void*) {
+  return not_built();
+}
+
+te_status te_cublaslt_gemm(const te_gemm*) { return not_built(); }
+
+te_status te_cublaslt_check(const te_gemm*) { return not_built(); }
+
+te_status te_cublaslt_version(size_t*) { return not_built(); }
+
+te_status te_cublaslt_plans(int64_t*, int64_t*) { return not_built(); }
+
+}  // extern "C"

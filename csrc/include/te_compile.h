@@ -1,0 +1,161 @@
+/* te_compile: FP8 casts, scale updates and matrix products, for any framework.
+ *
+ * A plain C interface over raw pointers and streams: no tensor class, no framework headers, no global set-up. Every
+ * function returns a te_status; te_last_error() says in words what went wrong in the calling thread.
+ *
+ * Conventions, the same on host and device:
+ *   - A matrix is row-major. Sizes and leading dimensions count elements.
+ *   - A scale multiplies the high-precision value before the cast; a scale_inv multiplies the FP8 value after it.
+ *   - The cast is saturate(x * scale) rounded to nearest even; NaN stays NaN.
+ *   - amax is the largest magnitude of the input, and infinite if any element is NaN or infinite.
+ *   - Device functions only enqueue work on `stream` (a cudaStream_t) of `device`; they never synchronise, except that
+ *     te_cublaslt_gemm times candidate algorithms once per new shape, and never while the stream is being captured.
+ *
+ * All functions are thread-safe. Those named te_cuda_* and te_cublaslt_* return TE_NOT_BUILT in a build without CUDA.
+ */
+#ifndef TE_COMPILE_H
+#define TE_COMPILE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum te_status {
+  TE_OK = 0,
+  TE_INVALID_ARGUMENT = 1, /* the call can never work: a null pointer, a negative size, an unknown dtype */
+  TE_UNSUPPORTED = 2,      /* a sound request that this device or library cannot serve: take another implementation */
+  TE_NOT_BUILT = 3,        /* this build has no CUDA part */
+  TE_CUDA_ERROR = 4,
+  TE_CUBLAS_ERROR = 5
+} te_status;
+
+typedef enum te_dtype {
+  TE_FLOAT32 = 0,
+  TE_FLOAT16 = 1,
+  TE_BFLOAT16 = 2,
+  TE_FLOAT8_E4M3 = 3, /* finite only ("fn"): largest 448, one NaN per sign */
+  TE_FLOAT8_E5M2 = 4  /* largest 57344 */
+} te_dtype;
+
+/* How an amax becomes a scale:
+ *   clamp(fp8_max * 2^-margin / max(amax, epsilon), smallest normal, largest finite); 1 if amax is 0 or not finite.
+ * power_2 rounds the result down to a power of two. */
+typedef struct te_scale_rule {
+  float fp8_max;
+  int32_t margin;
+  float epsilon;
+  int32_t power_2;
+} te_scale_rule;
+
+/* Which amax of the history stands for the next step. */
+typedef enum te_amax_algorithm { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_algorithm;
+
+/* What went wrong in the last call of this thread that did not return TE_OK. Never null. */
+const char* te_last_error(void);
+
+/* ------------------------------------------------------------------------------------------------------------ host */
+
+/* q[i] = cast(x[i] * scale) for i < count; *amax, if not null, becomes the amax of x. */
+te_status te_host_quantize(const float* x, int64_t count, float scale, te_dtype dtype, uint8_t* q, float* amax);
+
+/* y[i] = value(q[i]) * scale_inv for i < count. */
+te_status te_host_dequantize(const uint8_t* q, int64_t count, float scale_inv, te_dtype dtype, float* y);
+
+/* *scale = the rule applied to amax. */
+te_status te_host_scale(float amax, const te_scale_rule* rule, float* scale);
+
+/* One delayed-scaling step for `count` states. states[i]: rows[i] rows of 2 + history_length floats,
+ *     scale | number of skipped steps | history of amaxes, newest first
+ * and amaxes[i]: rows[i] floats. Row by row: an amax that is not finite is counted as skipped and changes nothing else;
+ * an amax of 0 changes nothing; any other enters the history and gives a new scale. */
+te_status te_host_update_scales(float* const* states, const float* const* amaxes, const int64_t* rows, int64_t count,
+                                int64_t history_length, const te_scale_rule* rule, te_amax_algorithm algorithm);
+
+/* ------------------------------------------------------------------------------------------------------------ CUDA */
+
+/* 1 if the CUDA part was built, else 0. */
+int te_cuda_built(void);
+
+/* FP8 codes of x [rows, columns] (TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16), in one pass over x.
+ *
+ *   q         [rows, columns], or null
+ *   qt        [columns, rows rounded up to 16], the added columns zero, or null
+ *   amax      one float, written
+ *   scale_inv one float, written, or null
+ *   scale     one float on the device, or null. Null (current scaling) or a value of 0 (nothing measured yet) takes the
+ *             scale from this call's own amax by `rule`
+ *   measure   nonzero if that may be needed: one more kernel, which exits at once where the scale is known. */
+te_status te_cuda_quantize(int device, const void* x, te_dtype x_dtype, int64_t rows, int64_t columns,
+                           const float* scale, int measure, const te_scale_rule* rule, te_dtype dtype, uint8_t* q,
+                           uint8_t* qt, float* amax, float* scale_inv, void* stream);
+
+/* te_host_update_scales for device memory. The lists of pointers themselves are host memory: they travel as kernel
+ * parameters, so nothing is copied and the call may be captured in a CUDA graph. */
+te_status te_cuda_update_scales(int device, float* const* states, const float* const* amaxes, const int64_t* rows,
+                                int64_t count, int64_t history_length, const te_scale_rule* rule,
+                                te_amax_algorithm algorithm, void* stream);
+
+/* -------------------------------------------------------------------------------------------------------- cuBLASLt */
+
+typedef enum te_epilogue {
+  TE_EPILOGUE_NONE = 0,          /* d = p */
+  TE_EPILOGUE_BIAS = 1,          /* d = p + bias */
+  TE_EPILOGUE_GELU_AUX = 2,      /* aux = p, d = gelu(p), the tanh form */
+  TE_EPILOGUE_GELU_AUX_BIAS = 3, /* aux = p + bias, d = gelu(aux) */
+  TE_EPILOGUE_DGELU = 4,         /* d = p * gelu'(aux) */
+  TE_EPILOGUE_DGELU_BGRAD = 5    /* d = p * gelu'(aux); bias, written: the sums of the columns of d */
+} te_epilogue;
+
+/* p[m, n] = a_scale_inv * b_scale_inv * (a [m, k] times the transpose of b [n, k]); d = epilogue(p) (+ d).
+ *
+ * a, b: FP8, not both E5M2; k, lda, ldb multiples of 16, pointers aligned to 16 bytes. d: TE_BFLOAT16, TE_FLOAT16,
+ * TE_FLOAT32 or FP8. bias: TE_FLOAT16 with a TE_FLOAT16 d, else TE_BFLOAT16. aux: [m, n]. The scales, too, must start on
+ * multiples of 16 bytes, though four are read.
+ * d_scale, amax_d: for FP8 d only; d = cast(epilogue(p) * *d_scale), *amax_d = max |epilogue(p)| as the library
+ * measures it, or null. */
+typedef struct te_gemm {
+  int32_t device;
+  const void* a;
+  const void* b;
+  void* d;
+  const float* a_scale_inv; /* device */
+  const float* b_scale_inv; /* device */
+  const float* d_scale;     /* device, or null */
+  float* amax_d;            /* device, or null */
+  void* bias;               /* read by BIAS epilogues, written by BGRAD, else null */
+  void* aux;                /* written by GELU_AUX epilogues, read by DGELU, else null */
+  int64_t m, n, k;
+  int64_t lda, ldb, ldd, ld_aux;
+  te_dtype a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype;
+  te_epilogue epilogue;
+  int32_t fast_accumulation; /* 1: the tensor core's own accumulator; 0: partial sums promoted to fp32 */
+  int32_t accumulate;        /* 1: add to what d holds (not for FP8 d) */
+  void* workspace;           /* device, aligned to 256 bytes; null: one owned per device and stream is used */
+  size_t workspace_bytes;    /* at least 32 MiB is advised on Hopper; ignored if workspace is null */
+  int32_t candidates;        /* time this many of the library's suggestions; 1 takes the first, without timing */
+  void* stream;
+} te_gemm;
+
+/* Enqueue the product. The plan (descriptors and algorithm) is kept and reused for all calls that differ only in
+ * pointers of equal alignment. */
+te_status te_cublaslt_gemm(const te_gemm* gemm);
+
+/* TE_OK if te_cublaslt_gemm would find an algorithm on this device. Pointers are looked at for alignment and for being
+ * null, never followed; nothing runs. */
+te_status te_cublaslt_check(const te_gemm* gemm);
+
+/* The version of the cuBLASLt library in use, e.g. 130100, loading it if need be. The one that the process has loaded
+ * already is preferred, so that a framework and we share one. */
+te_status te_cublaslt_version(size_t* version);
+
+/* How many plans are kept, and how many of them have a timed algorithm. */
+te_status te_cublaslt_plans(int64_t* kept, int64_t* timed);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

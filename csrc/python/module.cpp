@@ -1,0 +1,208 @@
+// te_compile._native: the C interface for Python, pointers and streams as integers, no tensors.
+//
+// The interpreter lock is released in every call. A status other than TE_OK becomes an exception: Unsupported where
+// another implementation should serve, else NativeError.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "te_compile.h"
+
+namespace py = pybind11;
+using Address = uintptr_t;
+
+namespace {
+
+struct NativeError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct Unsupported : NativeError {
+  using NativeError::NativeError;
+};
+
+void check(te_status status) {
+  if (status == TE_OK) return;
+  if (status == TE_UNSUPPORTED || status == TE_NOT_BUILT) throw Unsupported(te_last_error());
+  if (status == TE_INVALID_ARGUMENT) throw py::value_error(te_last_error());
+  throw NativeError(te_last_error());
+}
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <typename T>
+std::vector<T*> pointers(const std::vector<Address>& addresses) {
+  std::vector<T*> result;
+  for (const Address address : addresses) result.push_back(pointer<T>(address));
+  return result;
+}
+
+te_scale_rule rule_of(float fp8_max, int margin, float epsilon, bool power_2) {
+  return {fp8_max, margin, epsilon, power_2};
+}
+
+float host_quantize(Address x, int64_t count, float scale, int dtype, Address q) {
+  float amax = 0.0f;
+  check(te_host_quantize(pointer<const float>(x), count, scale, static_cast<te_dtype>(dtype), pointer<uint8_t>(q),
+                         &amax));
+  return amax;
+}
+
+void host_dequantize(Address q, int64_t count, float scale_inv, int dtype, Address y) {
+  check(te_host_dequantize(pointer<const uint8_t>(q), count, scale_inv, static_cast<te_dtype>(dtype),
+                           pointer<float>(y)));
+}
+
+float host_scale(float amax, float fp8_max, int margin, float epsilon, bool power_2) {
+  const te_scale_rule rule = rule_of(fp8_max, margin, epsilon, power_2);
+  float scale = 0.0f;
+  check(te_host_scale(amax, &rule, &scale));
+  return scale;
+}
+
+void same_length(const std::vector<Address>& states, const std::vector<Address>& amaxes,
+                 const std::vector<int64_t>& rows) {
+  if (states.size() != amaxes.size() || states.size() != rows.size()) {
+    throw py::value_error("states, amaxes and rows must have one entry per state");
+  }
+}
+
+void host_update_scales(const std::vector<Address>& states, const std::vector<Address>& amaxes,
+                        const std::vector<int64_t>& rows, int64_t history_length, float fp8_max, int margin,
+                        float epsilon, bool power_2, bool most_recent) {
+  same_length(states, amaxes, rows);
+  const te_scale_rule rule = rule_of(fp8_max, margin, epsilon, power_2);
+  check(te_host_update_scales(pointers<float>(states).data(), pointers<const float>(amaxes).data(), rows.data(),
+                              static_cast<int64_t>(rows.size()), history_length, &rule,
+                              most_recent ? TE_AMAX_MOST_RECENT : TE_AMAX_MAX));
+}
+
+void cuda_quantize(int device, Address x, int x_dtype, int64_t rows, int64_t columns, Address scale, bool measure,
+                   float fp8_max, int margin, float epsilon, bool power_2, int dtype, Address q, Address qt,
+                   Address amax, Address scale_inv, Address stream) {
+  const te_scale_rule rule = rule_of(fp8_max, margin, epsilon, power_2);
+  check(te_cuda_quantize(device, pointer<const void>(x), static_cast<te_dtype>(x_dtype), rows, columns,
+                         pointer<const float>(scale), measure, &rule, static_cast<te_dtype>(dtype),
+                         pointer<uint8_t>(q), pointer<uint8_t>(qt), pointer<float>(amax), pointer<float>(scale_inv),
+                         pointer<void>(stream)));
+}
+
+void cuda_update_scales(int device, const std::vector<Address>& states, const std::vector<Address>& amaxes,
+                        const std::vector<int64_t>& rows, int64_t history_length, float fp8_max, int margin,
+                        float epsilon, bool power_2, bool most_recent, Address stream) {
+  same_length(states, amaxes, rows);
+  const te_scale_rule rule = rule_of(fp8_max, margin, epsilon, power_2);
+  check(te_cuda_update_scales(device, pointers<float>(states).data(), pointers<const float>(amaxes).data(),
+                              rows.data(), static_cast<int64_t>(rows.size()), history_length, &rule,
+                              most_recent ? TE_AMAX_MOST_RECENT : TE_AMAX_MAX, pointer<void>(stream)));
+}
+
+te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv, Address b_scale_inv, Address d_scale,
+                Address amax_d, Address bias, Address aux, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
+                int64_t ldd, int64_t ld_aux, int a_dtype, int b_dtype, int d_dtype, int bias_dtype, int aux_dtype,
+                int epilogue, bool fast_accumulation, bool accumulate, Address workspace, size_t workspace_bytes,
+                int candidates, Address stream) {
+  te_gemm gemm{};
+  gemm.device = device;
+  gemm.a = pointer<const void>(a);
+  gemm.b = pointer<const void>(b);
+  gemm.d = pointer<void>(d);
+  gemm.a_scale_inv = pointer<const float>(a_scale_inv);
+  gemm.b_scale_inv = pointer<const float>(b_scale_inv);
+  gemm.d_scale = pointer<const float>(d_scale);
+  gemm.amax_d = pointer<float>(amax_d);
+  gemm.bias = pointer<void>(bias);
+  gemm.aux = pointer<void>(aux);
+  gemm.m = m;
+  gemm.n = n;
+  gemm.k = k;
+  gemm.lda = lda;
+  gemm.ldb = ldb;
+  gemm.ldd = ldd;
+  gemm.ld_aux = ld_aux;
+  gemm.a_dtype = static_cast<te_dtype>(a_dtype);
+  gemm.b_dtype = static_cast<te_dtype>(b_dtype);
+  gemm.d_dtype = static_cast<te_dtype>(d_dtype);
+  gemm.bias_dtype = static_cast<te_dtype>(bias_dtype);
+  gemm.aux_dtype = static_cast<te_dtype>(aux_dtype);
+  gemm.epilogue = static_cast<te_epilogue>(epilogue);
+  gemm.fast_accumulation = fast_accumulation;
+  gemm.accumulate = accumulate;
+  gemm.workspace = pointer<void>(workspace);
+  gemm.workspace_bytes = workspace_bytes;
+  gemm.candidates = candidates;
+  gemm.stream = pointer<void>(stream);
+  return gemm;
+}
+
+template <te_status (*Call)(const te_gemm*), typename... Arguments>
+void with_gemm(Arguments... arguments) {
+  const te_gemm gemm = gemm_of(arguments...);
+  check(Call(&gemm));
+}
+
+/// A function over gemm_of's arguments, so that the list stands in one place.
+template <te_status (*Call)(const te_gemm*), typename... Arguments>
+auto over_gemm(te_gemm (*)(Arguments...)) {
+  return &with_gemm<Call, Arguments...>;
+}
+
+size_t cublaslt_version() {
+  size_t version = 0;
+  check(te_cublaslt_version(&version));
+  return version;
+}
+
+std::pair<int64_t, int64_t> cublaslt_plans() {
+  int64_t kept = 0;
+  int64_t timed = 0;
+  check(te_cublaslt_plans(&kept, &timed));
+  return {kept, timed};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "te_compile's C++ core over raw pointers; csrc/include/te_compile.h describes every function.";
+  // The last one registered is tried first: the special case.
+  auto& error = py::register_exception<NativeError>(module, "NativeError", PyExc_RuntimeError);
+  py::register_exception<Unsupported>(module, "Unsupported", error.ptr());
+
+  module.attr("cuda_built") = te_cuda_built() != 0;
+
+  module.attr("FLOAT32") = static_cast<int>(TE_FLOAT32);
+  module.attr("FLOAT16") = static_cast<int>(TE_FLOAT16);
+  module.attr("BFLOAT16") = static_cast<int>(TE_BFLOAT16);
+  module.attr("FLOAT8_E4M3") = static_cast<int>(TE_FLOAT8_E4M3);
+  module.attr("FLOAT8_E5M2") = static_cast<int>(TE_FLOAT8_E5M2);
+
+  module.attr("EPILOGUE_NONE") = static_cast<int>(TE_EPILOGUE_NONE);
+  module.attr("EPILOGUE_BIAS") = static_cast<int>(TE_EPILOGUE_BIAS);
+  module.attr("EPILOGUE_GELU_AUX") = static_cast<int>(TE_EPILOGUE_GELU_AUX);
+  module.attr("EPILOGUE_GELU_AUX_BIAS") = static_cast<int>(TE_EPILOGUE_GELU_AUX_BIAS);
+  module.attr("EPILOGUE_DGELU") = static_cast<int>(TE_EPILOGUE_DGELU);
+  module.attr("EPILOGUE_DGELU_BGRAD") = static_cast<int>(TE_EPILOGUE_DGELU_BGRAD);
+
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  module.def("host_quantize", &host_quantize, unlocked, "(x, count, scale, dtype, q) -> amax");
+  module.def("host_dequantize", &host_dequantize, unlocked, "(q, count, scale_inv, dtype, y)");
+  module.def("host_scale", &host_scale, unlocked, "(amax, fp8_max, margin, epsilon, power_2) -> scale");
+  module.def("host_update_scales", &host_update_scales, unlocked,
+             "(states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent)");
+  module.def("cuda_quantize", &cuda_quantize, unlocked,
+             "(device, x, x_dtype, rows, columns, scale, measure, fp8_max, margin, epsilon, power_2, dtype, q, qt, "
+             "amax, scale_inv, stream)");
+  module.def("cuda_update_scales", &cuda_update_scales, unlocked,
+             "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
+  const char* const gemm_arguments =
+      "(device, a, b, d, a_scale_inv, b_scale_inv, d_scale, amax_d, bias, aux, m, n, k, lda, ldb, ldd, ld_aux, "
+      "a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype, epilogue, fast_accumulation, accumulate, workspace, "
+      "workspace_bytes, candidates, stream)";
+  module.def("cublaslt_gemm", over_gemm<te_cublaslt_gemm>(&gemm_of), unlocked, gemm_arguments);
+  module.def("cublaslt_check", over_gemm<te_cublaslt_check>(&gemm_of), unlocked, gemm_arguments);
+  module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
+  module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
+}
