@@ -1,0 +1,67 @@
+"""The compiled core ``te_compile._native`` (csrc/), if it was built: what it offers, and why not where it does not.
+
+Nothing else imports the module directly, so a checkout that was never built still works: each implementation that needs
+the core asks :func:`missing` and gives the answer as its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+BUILD_HINT = "build it with `pip install -e .` or `csrc/build.sh`"
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> tuple[ModuleType | None, str]:
+    """The module and "", or None and why there is none."""
+    try:
+        module = importlib.import_module("te_compile._native")
+    except ModuleNotFoundError:
+        return None, f"the C++ core is not built; {BUILD_HINT}"
+    except ImportError as error:  # built for another Python or system, or a library it needs is gone
+        return None, f"the C++ core does not load ({error}); {BUILD_HINT}"
+    return module, ""
+
+
+def missing(cuda: bool = False) -> str:
+    """Why the core, or with ``cuda`` its CUDA part, cannot be used; "" if it can."""
+    module, reason = _loaded()
+    if module is not None and cuda and not module.cuda_built:
+        return "the C++ core was built without CUDA, because nvcc was not found; put nvcc on the PATH and build again"
+    return reason
+
+
+def module() -> ModuleType:
+    """The core. Raises ImportError with the reason if there is none."""
+    found, reason = _loaded()
+    if found is None:
+        raise ImportError(reason)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def dtype_codes() -> dict[torch.dtype, int]:
+    """The core's numbers for dtypes."""
+    core = module()
+    return {
+        torch.float32: core.FLOAT32,
+        torch.float16: core.FLOAT16,
+        torch.bfloat16: core.BFLOAT16,
+        torch.float8_e4m3fn: core.FLOAT8_E4M3,
+        torch.float8_e5m2: core.FLOAT8_E5M2,
+    }
+
+
+def current_stream(device: int) -> int:
+    """The address of the CUDA stream that PyTorch would launch on now."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's data starts; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,432 @@
+"""Producers: a Triton kernel written from a spec, which computes z, casts it and never stores it.
+
+Bytes, for z [M, K] from n inputs [M, K] of two-byte elements: 2·n·M·K read, M·K written for q, M·K for qᵀ, and 2·M·K
+for a value that is emitted. An H200 copies 4.27 TB/s (read and written bytes together), which allows
+
+                          activation (n = 1)       its backward, a gate (n = 2)      gate backward (n = 3)
+    8192 × 4096           134 MB     31 µs         201 MB     47 µs                  268 MB     63 µs
+    8192 × 16384          537 MB    126 µs         805 MB    189 µs                 1074 MB    252 µs
+
+That is about 28 fp32 instructions an element for n = 1: less than an accurate tanh costs, hence the forms below, which
+are as accurate as fp32 in bulk needs (a few units in the last place) and no more.
+
+The generated file holds one function with the spec's statements, one a line, and two kernels around it that differ
+only in what they do with z: ``measure`` takes its amax when no scale is known, ``produce`` writes everything else. A
+program owns one tile, in four quarters of interleaved rows, so that a thread holds four rows of one column and qᵀ can
+be transposed four codes at a time: through shared memory as 32-bit words, in one exchange, where bytes would take four.
+Column sums leave as one partial row per tile and are added up afterwards in a fixed order, so they are the same in
+every run. Triton needs the source of a kernel in a file; its name is a hash of its content, so processes share it and a
+changed generator never meets a stale one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from te_compile.kernels.quantize import INTERPRETED, Tile, on_device_of, padded, rule_constants
+from te_compile.ops.pointwise import Constant, Operand, Place, Spec, extent
+from te_compile.recipe import ScaleRule
+
+# What each operation of the spec language is in Triton, on fp32 numbers and int1 truths.
+FORMS = {
+    "float16": "rounded({0}, tl.float16)",
+    "bfloat16": "rounded({0}, tl.bfloat16)",
+    "number": "{0}.to(tl.float32)",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "pow": "power({0}, {1})",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "sign": "({0} > 0).to(tl.float32) - ({0} < 0).to(tl.float32)",
+    "relu": "tl.where({0} <= 0, 0.0, {0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "reciprocal": "1.0 / {0}",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "expm1": "expm1({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "log1p": "log1p({0})",
+    "sigmoid": "sigmoid({0})",
+    "tanh": "tanh({0})",
+    "erf": "tl.erf({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "not": "{0} == 0",
+    "where": "tl.where({0}, {1}, {2})",
+}
+
+TRITON_DTYPES = {
+    torch.bool: "tl.uint8",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.float32: "tl.float32",
+}
+
+
+# 1 / (1 + 2^x): what tl.exp2 and a division add to this is care for subnormal numbers, 15 instructions of it.
+SIGMOID_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), to a few units in the last place; below -87, where it is under fp32's normal range, 0."""
+    exponent = x * -1.4426950408889634
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp2(exponent))
+    else:
+        return tl.inline_asm_elementwise(
+            SIGMOID_ASSEMBLY, "=&f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def tanh(x):
+    """One exponential and one division; near 0, where 1 - 2 / (e + 1) cancels, the series."""
+    square = x * x
+    near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - 0.053968254 * square)))
+    far = 1.0 - 2.0 * sigmoid(-2.0 * x)
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), corrected for what the addition lost (Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * (x / (u - 1.0))))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1; near 0, where that cancels, the series."""
+    near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * 0.0013888889)))))
+    return tl.where(tl.abs(x) < 0.35, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def power(x, y):
+    """x to a power that is not an integer (the pass spells those out): NaN for a negative x, as in torch."""
+    return tl.exp2(y * tl.log2(x))
+
+
+@triton.jit
+def read(pointer, inside, EVEN: tl.constexpr):
+    """A block, with no mask where none is needed, else 0 outside."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
+def read_full(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile of a matrix. Only the tile's corner needs 64 bits."""
+    x += tile_m * stride_m + tile_k * stride_k
+    return read(x + m[:, None] * stride_m + k[None, :] * stride_k, in_rows[:, None] & in_columns[None, :], EVEN)
+
+
+@triton.jit
+def read_row(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile's part of a row vector, [1, TILE_COLUMNS]."""
+    return read(x + (tile_k + k) * stride_k, in_columns, EVEN)[None, :]
+
+
+@triton.jit
+def read_column(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile's part of a column vector, [TILE_ROWS, 1]."""
+    return read(x + (tile_m + m) * stride_m, in_rows, EVEN)[:, None]
+
+
+@triton.jit
+def whole(value, in_rows, in_columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``value`` over the whole tile, 0 outside the matrix (a producer of zeros need not be zero)."""
+    value = tl.broadcast_to(value, (ROWS, COLUMNS))
+    if not EVEN:
+        value = tl.where(in_rows[:, None] & in_columns[None, :], value, 0.0)
+    return value
+
+
+def _literal(constant: Constant) -> str:
+    if isinstance(constant, bool):
+        return str(constant)
+    value = float(constant)
+    if math.isinf(value):
+        return f'float("{value}")'
+    # Triton takes a constant below fp32's normal range for a double.
+    subnormal = value != 0 and abs(value) < torch.finfo(torch.float32).tiny
+    return f"tl.full((), {value!r}, tl.float32)" if subnormal else repr(value)
+
+
+def _form(operation: str, operands: tuple[Operand, ...]) -> str:
+    texts = (operand if isinstance(operand, str) else _literal(operand) for operand in operands)
+    return FORMS[operation].format(*(f"({text})" if text.startswith("-") else text for text in texts))
+
+
+def _read_text(index: int, spec: Spec) -> str:
+    given, x = spec.inputs[index], f"x{index}"
+    if given.place is Place.SCALAR:
+        loaded = f"tl.load({x})"
+    else:
+        where = f"{x}, {x}_m, {x}_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN"
+        loaded = f"read_{given.place.name.lower()}({where})"
+    return f"{loaded} != 0" if given.dtype == torch.bool else f"{loaded}.to(tl.float32)"
+
+
+_SOURCE = '''\
+"""Generated by te_compile.kernels.pointwise from the spec
+
+    {spec}
+"""
+
+import triton
+import triton.language as tl
+
+from te_compile.kernels.pointwise import (
+    expm1, log1p, power, read_column, read_full, read_row, sigmoid, tanh, whole,
+)
+from te_compile.kernels.quantize import (
+    fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use,
+)
+
+
+@triton.jit
+def values(
+    {inputs},
+    tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    {body}
+    return {returned}
+
+
+@triton.jit
+def corner(program, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    across = tl.cdiv(columns, COLUMNS)
+    return (program // across).to(tl.int64) * ROWS, (program % across).to(tl.int64) * COLUMNS
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def measure(
+    {inputs},
+    scale, amax, rows, columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    if must_measure(scale):
+        tile_m, tile_k = corner(tl.program_id(0), columns, ROWS, COLUMNS)
+        m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        in_rows, in_columns = tile_m + m < rows, tile_k + k < columns
+        {returned} = values(
+            {arguments},
+            tile_m, tile_k, m, k, in_rows, in_columns, EVEN, ROWS, COLUMNS,
+        )
+        record_amax(amax, largest_of(magnitude({z})))
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def produce(
+    {inputs},
+    {outputs}scale, q, qt, amax, scale_inv, rows, columns, padded_rows,
+    MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
+    if program == 0:
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
+    if MEASURED:
+        program = tl.num_programs(0) - 1 - program  # the L2 still holds what the measuring pass read last
+    tile_m, tile_k = corner(program, columns, ROWS, COLUMNS)
+    word, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    in_columns = tile_k + k < columns
+    {compute}
+    {cast}
+    {store}
+    if COLUMNWISE:
+        # Rows from M to the padded end are zeros in z, so their codes are the padding.
+        words = padded_rows // 4
+        qt = qt.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4
+        within = in_columns[:, None] & (tile_m // 4 + word < words)[None, :]
+        tl.store(qt + k[:, None] * words + word[None, :], tl.trans(fp8_words({scaled}, E5M2)), mask=within)
+    {sums}
+    record_amax(amax, largest_of({largest}))
+'''
+
+
+def source(spec: Spec) -> str:
+    """The Python text of the kernels for ``spec``."""
+    inputs = [f"x{i}" for i in range(len(spec.inputs))]
+    parameters = [f"{x}, {x}_m, {x}_k" for x in inputs]
+    # What leaves the tile: z first; a value that is used twice is returned once.
+    leaving = list(dict.fromkeys([spec.quantized, *(r.value for r in (*spec.emitted, *spec.sums))]))
+    body = [f"{x} = {_read_text(i, spec)}" for i, x in enumerate(inputs)]
+    body += [f"t{i} = {_form(step.operation, step.operands)}" for i, step in enumerate(spec.steps)]
+    body += [f"{name}_all = whole({name}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
+    outputs = [f"e{i}" for i in range(len(spec.emitted))] + [f"s{i}" for i in range(len(spec.sums))]
+    return _SOURCE.format(
+        spec="\n    ".join(spec.lines()),
+        inputs=",\n    ".join(parameters),
+        arguments=", ".join(parameters),
+        outputs="".join(f"{name}, " for name in outputs),
+        body="\n    ".join(body),
+        returned=", ".join(f"{name}_all" for name in leaving),
+        z=f"{spec.quantized}_all",
+        **_quarters(spec, leaving, ", ".join(parameters)),
+    )
+
+
+def _quarters(spec: Spec, leaving: list[str], arguments: str) -> dict[str, str]:
+    """The parts of ``produce`` that are written once for each of a tile's four interleaved quarters.
+
+    Quarter j holds the rows 4·i + j. All are read before anything is stored, so that all loads are in flight at once.
+    """
+    compute, cast, store = [], [], []
+    for j in range(4):
+        compute += [
+            f"m{j} = 4 * word + {j}",
+            f"at{j} = tile_m * columns + tile_k + m{j}[:, None] * columns + k[None, :]",
+            f"in_rows{j} = tile_m + m{j} < rows",
+            f"inside{j} = in_rows{j}[:, None] & in_columns[None, :]",
+            f"{', '.join(f'{name}_{j}' for name in leaving)} = values(",
+            f"    {arguments},",
+            f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, ROWS // 4, COLUMNS,",
+            ")",
+        ]
+        cast += [f"scaled{j} = {spec.quantized}_{j} * used"]
+        store += [f"tl.store(e{i} + at{j}, {r.value}_{j}, mask=inside{j})" for i, r in enumerate(spec.emitted)]
+        store += ["if ROWWISE:", f"    tl.store(q + at{j}, fp8_codes(scaled{j}, E5M2), mask=inside{j})"]
+    sums = [
+        f"tl.store(s{i} + tile_m // ROWS * columns + tile_k + k, tl.sum({total}, axis=0), mask=in_columns)"
+        for i, r in enumerate(spec.sums)
+        for total in [" + ".join(f"{r.value}_{j}" for j in range(4))]
+    ]
+    bits = [f"magnitude({spec.quantized}_{j})" for j in range(4)]
+    return {
+        "compute": "\n    ".join(compute),
+        "cast": "\n    ".join(cast),
+        "store": "\n    ".join(store),
+        "sums": "\n    ".join(sums),
+        "scaled": ", ".join(f"scaled{j}" for j in range(4)),
+        "largest": "tl.maximum(tl.maximum({}, {}), tl.maximum({}, {}))".format(*bits),
+    }
+
+
+def _file_of(text: str) -> Path:
+    """A file with this content, in Inductor's cache; several processes may write it at once."""
+    folder = Path(cache_dir()) / "te_compile"
+    path = folder / f"producer_{hashlib.sha256(text.encode()).hexdigest()[:24]}.py"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    return path
+
+
+@functools.cache
+def kernels(spec: Spec) -> ModuleType:
+    """The module generated for ``spec``, with its kernels ``measure`` and ``produce``."""
+    path = _file_of(source(spec))
+    name = f"te_compile_generated.{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+# 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
+# copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
+TILE = Tile(64, 128, 8)
+# Where columns are summed: a sum ends in an exchange between all warps, and fewer of them take 246 µs where eight take
+# 314 (the backward of ReLU² with its bias gradient, 8192 × 16384).
+SUMMING = Tile(64, 64, 4)
+
+
+def tile_for(spec: Spec) -> Tile:
+    """How much a program does."""
+    return SUMMING if spec.sums else TILE
+
+
+def _kernel_arguments(spec: Spec, inputs: list[Tensor]) -> list[Tensor | int]:
+    """Each input as pointer, stride over rows, stride over columns; 0 where it does not vary."""
+    arguments: list[Tensor | int] = []
+    for given, x in zip(spec.inputs, inputs, strict=True):
+        stride_m, stride_k = {
+            Place.FULL: lambda x: x.stride(),
+            Place.ROW: lambda x: (0, x.stride(0)),
+            Place.COLUMN: lambda x: (x.stride(0), 0),
+            Place.SCALAR: lambda x: (0, 0),
+        }[given.place](x)
+        arguments += [x.view(torch.uint8) if given.dtype == torch.bool else x, stride_m, stride_k]
+    return arguments
+
+
+def fused_quantize(
+    inputs: list[Tensor],
+    scale: Tensor | None,
+    spec: Spec,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    rule: ScaleRule,
+    measure: bool,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """[q, qᵀ, amax, 1 / scale, emitted …, sums …] of ``spec``. ``measure``: the scale may be absent or 0.
+
+    inputs: on one device, shaped and typed as the spec declares them, any strides.
+    """
+    rows, columns = extent(spec, inputs)
+    tile = tile or tile_for(spec)
+    x, module = inputs[0], kernels(spec)
+    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
+    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
+    amax = x.new_zeros((), dtype=torch.float32)
+    scale_inv = torch.empty_like(amax)
+    emitted = [x.new_empty((rows, columns), dtype=result.dtype) for result in spec.emitted]
+    tiles_m = max(1, triton.cdiv(rows, tile.rows))
+    partials = [x.new_empty((tiles_m, columns), dtype=torch.float32) for _ in spec.sums]
+    target, epsilon, power_2 = rule_constants(rule, dtype)
+    even = rows % tile.rows == 0 and columns % tile.columns == 0
+    shape = {"EVEN": even, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    grid = (max(1, tiles_m * triton.cdiv(columns, tile.columns)),)
+    arguments = _kernel_arguments(spec, inputs)
+    with on_device_of(x):
+        if measure:
+            module.measure[grid](*arguments, scale, amax, rows, columns, **shape)
+        module.produce[grid](
+            *arguments, *emitted, *partials, scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
+            rows, columns, padded(rows), MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
+            E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, **shape,
+        )  # fmt: skip
+    sums = [partial.sum(0).to(result.dtype) for partial, result in zip(partials, spec.sums, strict=True)]
+    return [q, qt, amax, scale_inv, *emitted, *sums]

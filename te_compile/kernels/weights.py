@@ -1,0 +1,194 @@
+"""All weights of a model to FP8 in one launch: q, qᵀ, amax and dequantisation multiplier of each.
+
+Bytes, for N two-byte elements in all: 2·N read, N written for the row-major codes, N for the transposed ones. An H200
+copies 4.27 TB/s (read and written bytes together), which allows
+
+    the 201 M weights of a layer of hidden 4096, ffn 16384      805 MB      189 µs
+    the 6.7 G of a whole 7B model                               27 GB       6.3 ms
+
+Without scales (or with some still 0) a first launch finds the amaxes and reads 2·N more.
+
+A program takes one tile of one weight. Which one, it reads from a map of tiles; where that weight lies and goes, from
+tables of addresses and shapes (device_tables.py). Loads stay 16 bytes wide because the launcher checks once that all
+addresses and row lengths allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_compile.kernels.device_tables import address_table, device_table
+from te_compile.kernels.quantize import (
+    Tile,
+    fp8_words,
+    largest_of_four,
+    load_tile,
+    on_device_of,
+    padded,
+    record_amax,
+    rule_constants,
+    scale_from_amax,
+    store_tile,
+    store_words,
+)
+from te_compile.ops.weights import SCALE_STRIDE
+from te_compile.recipe import ScaleRule
+
+TILE = Tile(128, 128, 8)
+FIELDS = tl.constexpr(6)  # of a weight's geometry: rows, columns, padded rows, first tile, where q and qᵀ start
+NOT_WANTED = -1  # in place of a start
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _place(
+    addresses, geometry, index, tile,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Weight ``index``: where it lies, its rows and columns, and the first row and column of its tile ``tile``."""
+    weight = tl.load(addresses + index).to(tl.pointer_type(ELEMENT))
+    rows = tl.load(geometry + index * FIELDS).to(tl.int32)
+    columns = tl.load(geometry + index * FIELDS + 1).to(tl.int32)
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+        columns = tl.multiple_of(columns, 16)
+    across = tl.maximum(tl.cdiv(columns, TILE_COLUMNS), 1)
+    return weight, rows, columns, (tile // across) * TILE_ROWS, (tile % across) * TILE_COLUMNS
+
+
+@triton.jit
+def _measure_kernel(
+    addresses, geometry, tiles, scales, amax,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    index = tl.load(tiles + program)
+    given = 0.0
+    if scales is not None:
+        given = tl.load(scales + index)
+    if given <= 0:
+        tile = program - tl.load(geometry + index * FIELDS + 3).to(tl.int32)
+        weight, rows, columns, tile_m, tile_k = _place(
+            addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
+        )
+        word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
+        first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
+        record_amax(amax + index, largest_of_four(first, second, third, fourth))
+
+
+@triton.jit
+def _quantize_kernel(
+    addresses, geometry, tiles, scales, q, qt, amax, scale_inv,
+    MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    index = tl.load(tiles + program)
+    tile = program - tl.load(geometry + index * FIELDS + 3).to(tl.int32)
+    padded_rows = tl.multiple_of(tl.load(geometry + index * FIELDS + 2).to(tl.int32), 16)
+    q_start = tl.load(geometry + index * FIELDS + 4)
+    qt_start = tl.load(geometry + index * FIELDS + 5)
+    if scales is None:
+        used = scale_from_amax(tl.load(amax + index), TARGET, EPSILON, POWER_2)
+    else:
+        used = tl.load(scales + index)
+        if MEASURED:
+            used = tl.where(used > 0, used, scale_from_amax(tl.load(amax + index), TARGET, EPSILON, POWER_2))
+    if tile == 0:
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), used)
+        tl.store(scale_inv + 4 * index + tl.arange(0, 4), tl.broadcast_to(inverse, (4,)))
+    weight, rows, columns, tile_m, tile_k = _place(
+        addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
+    )
+    word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
+    first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
+    largest = largest_of_four(first, second, third, fourth)
+    first, second, third, fourth = first * used, second * used, third * used, fourth * used
+    if q_start >= 0:
+        codes = q + tl.multiple_of(q_start, 16)
+        store_tile(codes, first, second, third, fourth, tile_m, tile_k, word, k, rows, columns, E5M2)
+    if qt_start >= 0:
+        words = fp8_words(first, second, third, fourth, E5M2)
+        store_words(qt + tl.multiple_of(qt_start, 16), words, tile_m, tile_k, word, k, columns, padded_rows)
+    record_amax(amax + index, largest)
+
+
+def _tile_counts(shapes: Sequence[tuple[int, int]], tile: Tile) -> list[int]:
+    """How many programs each weight gets; an empty one gets one, which writes its multiplier."""
+    return [max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)) for rows, columns in shapes]
+
+
+def _geometry(
+    shapes: Sequence[tuple[int, int]], row_starts: Sequence[int], column_starts: Sequence[int], tile: Tile
+) -> Tensor:
+    """int64 [n, FIELDS]: what the kernels know about each weight besides its address."""
+    lines, first_tile = [], 0
+    for (rows, columns), row_start, column_start, count in zip(
+        shapes, row_starts, column_starts, _tile_counts(shapes, tile), strict=True
+    ):
+        lines.append((rows, columns, padded(rows), first_tile, row_start, column_start))
+        first_tile += count
+    return torch.tensor(lines, dtype=torch.int64)
+
+
+def _tile_map(shapes: Sequence[tuple[int, int]], tile: Tile) -> Tensor:
+    """int32 [programs]: the weight that each program works on."""
+    counts = torch.tensor(_tile_counts(shapes, tile))
+    return torch.repeat_interleave(torch.arange(len(shapes), dtype=torch.int32), counts)
+
+
+def quantize_weights(
+    weights: Sequence[Tensor],
+    scales: Tensor | None,
+    dtype: torch.dtype,
+    row_starts: Sequence[int],
+    column_starts: Sequence[int],
+    row_length: int,
+    column_length: int,
+    rule: ScaleRule,
+    measure: bool,
+    tile: Tile = TILE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FP8 codes of ``weights``, contiguous matrices of one dtype; amax: fp32 [n]; 1 / scale: fp32 [n, 4], see the op.
+
+    The row-major codes of weight i go to ``row_starts[i]`` of a flat tensor of ``row_length``, its transposed codes,
+    rows padded to 16, to ``column_starts[i]`` of one of ``column_length``; ``NOT_WANTED`` for neither. Starts are
+    multiples of 16, and gaps between weights are not written. scales: fp32 [n] or None; ``measure``: they may be absent
+    or 0.
+    """
+    like, count = weights[0], len(weights)
+    device = like.device
+    q = like.new_empty(row_length, dtype=dtype)
+    qt = like.new_empty(column_length, dtype=dtype)
+    amax = like.new_zeros(count, dtype=torch.float32)
+    scale_inv = like.new_empty((count, SCALE_STRIDE), dtype=torch.float32)
+    target, epsilon, power_2 = rule_constants(rule, dtype)
+    shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
+    places = (shapes, tuple(row_starts), tuple(column_starts), tile)
+    addresses = tuple(weight.data_ptr() for weight in weights)
+    constants = {
+        "ELEMENT": TRITON_DTYPES[like.dtype],
+        "ALIGNED": all(at % 16 == 0 for at in addresses) and all(columns % 16 == 0 for _, columns in shapes),
+        "TILE_ROWS": tile.rows,
+        "TILE_COLUMNS": tile.columns,
+        "num_warps": tile.warps,
+    }
+    with on_device_of(like):
+        table = address_table(addresses, device)
+        geometry = device_table(("geometry", *places), lambda: _geometry(*places), device)
+        tiles = device_table(("tiles", shapes, tile), lambda: _tile_map(shapes, tile), device)
+        grid = (tiles.numel(),)
+        if measure:
+            _measure_kernel[grid](table, geometry, tiles, scales, amax, **constants)
+        _quantize_kernel[grid](
+            table, geometry, tiles, scales, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
+            MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=dtype == torch.float8_e5m2,
+            **constants,
+        )  # fmt: skip
+    return q, qt, amax, scale_inv
