@@ -1,0 +1,29 @@
+"""The ``te::`` operators. Importing this package defines them all and offers every implementation of them."""
+
+from te_compile.ops import (
+    cublaslt_implementation,
+    fused_quantize,
+    gemm,
+    gradient_slots,
+    linear,
+    norm,
+    norm_quantize,
+    quantize,
+    scaling,
+    triton_implementations,
+    weights,
+)
+
+__all__ = [
+    "cublaslt_implementation",
+    "fused_quantize",
+    "gemm",
+    "gradient_slots",
+    "linear",
+    "norm",
+    "norm_quantize",
+    "quantize",
+    "scaling",
+    "triton_implementations",
+    "weights",
+]

@@ -1,0 +1,26 @@
+"""Does any live FP8 state still lack a scale?
+
+A state that has seen no data has scale 0, and every quantize that reads it must look at its data first: a second pass.
+That is right for the first step and a waste for all later ones. The device knows which scale is 0, the host does not,
+and asking would stall it. So the host keeps this one flag: while it is up, kernels launch the measuring pass, which
+exits at once on the device where the scale is known; once every state has a scale, nobody launches it again.
+"""
+
+from __future__ import annotations
+
+_waiting: set[int] = set()
+
+
+def expect(state: int) -> None:
+    """A state, named by any unique number, has no scale yet."""
+    _waiting.add(state)
+
+
+def settle(state: int) -> None:
+    """The state has a scale now, or is gone. Naming one that was never expected is harmless."""
+    _waiting.discard(state)
+
+
+def pending() -> bool:
+    """Must kernels be ready to meet a scale of zero?"""
+    return bool(_waiting)

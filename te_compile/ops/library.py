@@ -1,0 +1,36 @@
+"""The ``te::`` operator library: one place that owns the namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "te"
+# A fragment, because another package in the process may have claimed the namespace first.
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an opaque operator: ``implementation`` runs it on every device, ``fake`` gives its result shapes.
+
+    Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.te, name).default
+
+
+def define_composite(schema: str, function: Callable[..., Any]) -> Any:
+    """Define an operator that tracing opens up: after AOTAutograd, graphs hold what ``function`` calls instead.
+
+    Its autograd is whatever ``function`` does, so it can apply a ``torch.autograd.Function`` and still be a plain,
+    cacheable operator on the graph that Dynamo hands over.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.te, name).default

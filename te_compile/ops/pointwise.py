@@ -1,0 +1,341 @@
+"""The spec language: what a producer computes, as a short readable text.
+
+A spec says how the matrix to be quantised, z [M, K], follows from tensors that exist anyway. It stands on the graph
+node as a string, so a graph dump shows it, caches hash it, the reference below evaluates it with torch and
+``te_compile.kernels.pointwise`` writes Triton code from it. One statement each for the inputs, for every operation, and
+for what is wanted of the results::
+
+    x0: bfloat16[M, K]; x1: bfloat16[K]; t0 = add(x0, x1); t1 = sigmoid(t0); t2 = mul(t0, t1); t3 = bfloat16(t2);
+    quantize t3; emit t3: bfloat16; sum t3: float32
+
+Inputs are whole matrices [M, K], rows [K], columns [M, 1] or scalars []; every operation broadcasts them. ``emit`` asks
+for a value in high precision, ``sum`` for its sum over the M rows (a bias gradient).
+
+Numerics: a value is a number in fp32 or a truth, whatever dtype the graph gave it. It is rounded only where the spec
+says so by ``float16(…)`` or ``bfloat16(…)``, which stand for the graph's explicit casts and for the final rounding of
+z: what is quantised, emitted or summed has first been rounded to the dtype that it has in the graph. Between two bf16
+operations nothing is rounded, as Inductor does it too.
+
+Text is canonical: operations come in the order of a depth-first walk from z, equal ones are one, constants print
+exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Constant = float | int
+Operand = str | Constant  # the name of a value, or a number
+
+NUMBER, TRUTH = "number", "truth"
+ROUNDINGS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"bool": torch.bool, "float32": torch.float32, **ROUNDINGS}
+
+
+class SpecError(ValueError):
+    """A text that is no spec, or operands that an operation does not take."""
+
+
+class Place(Enum):
+    """Where an input varies; the value is how the text writes its shape."""
+
+    FULL = "M, K"
+    ROW = "K"
+    COLUMN = "M, 1"
+    SCALAR = ""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One word of the language: what it takes and gives (NUMBER or TRUTH), and its meaning in torch, on fp32."""
+
+    takes: tuple[str, ...]
+    gives: str
+    torch: Callable[..., Tensor]
+
+
+def _numbers(arity: int, function: Callable[..., Tensor]) -> Operation:
+    return Operation((NUMBER,) * arity, NUMBER, function)
+
+
+def _comparison(function: Callable[..., Tensor]) -> Operation:
+    return Operation((NUMBER, NUMBER), TRUTH, function)
+
+
+def _logic(arity: int, function: Callable[..., Tensor]) -> Operation:
+    return Operation((TRUTH,) * arity, TRUTH, function)
+
+
+def _rounding(dtype: torch.dtype) -> Operation:
+    return _numbers(1, lambda x: x.to(dtype).float())
+
+
+OPERATIONS: dict[str, Operation] = {
+    **{name: _rounding(dtype) for name, dtype in ROUNDINGS.items()},
+    "number": Operation((TRUTH,), NUMBER, lambda x: x.float()),
+    "add": _numbers(2, torch.add),
+    "sub": _numbers(2, torch.sub),
+    "mul": _numbers(2, torch.mul),
+    "div": _numbers(2, torch.div),
+    "maximum": _numbers(2, torch.maximum),
+    "minimum": _numbers(2, torch.minimum),
+    "pow": _numbers(2, torch.pow),
+    "neg": _numbers(1, torch.neg),
+    "abs": _numbers(1, torch.abs),
+    "sign": _numbers(1, torch.sign),
+    "relu": _numbers(1, torch.relu),
+    "floor": _numbers(1, torch.floor),
+    "ceil": _numbers(1, torch.ceil),
+    "reciprocal": _numbers(1, torch.reciprocal),
+    "sqrt": _numbers(1, torch.sqrt),
+    "rsqrt": _numbers(1, torch.rsqrt),
+    "exp": _numbers(1, torch.exp),
+    "exp2": _numbers(1, torch.exp2),
+    "expm1": _numbers(1, torch.expm1),
+    "log": _numbers(1, torch.log),
+    "log2": _numbers(1, torch.log2),
+    "log1p": _numbers(1, torch.log1p),
+    "sigmoid": _numbers(1, torch.sigmoid),
+    "tanh": _numbers(1, torch.tanh),
+    "erf": _numbers(1, torch.erf),
+    "sin": _numbers(1, torch.sin),
+    "cos": _numbers(1, torch.cos),
+    "lt": _comparison(torch.lt),
+    "le": _comparison(torch.le),
+    "gt": _comparison(torch.gt),
+    "ge": _comparison(torch.ge),
+    "eq": _comparison(torch.eq),
+    "ne": _comparison(torch.ne),
+    "and": _logic(2, torch.logical_and),
+    "or": _logic(2, torch.logical_or),
+    "xor": _logic(2, torch.logical_xor),
+    "not": _logic(1, torch.logical_not),
+    "where": Operation((TRUTH, NUMBER, NUMBER), NUMBER, torch.where),
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor the producer reads; the i-th one is called ``x{i}``."""
+
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation; the i-th result is called ``t{i}``."""
+
+    operation: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value that leaves the producer in high precision, whole or summed over rows."""
+
+    value: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A producer. ``quantized`` names z; see the module for the text form."""
+
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    quantized: str
+    emitted: tuple[Result, ...] = ()
+    sums: tuple[Result, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The statements of :meth:`text`."""
+        return [
+            *(f"x{i}: {dtype_name(given.dtype)}[{given.place.value}]" for i, given in enumerate(self.inputs)),
+            *(f"t{i} = {s.operation}({', '.join(map(str, s.operands))})" for i, s in enumerate(self.steps)),
+            f"quantize {self.quantized}",
+            *(f"emit {result.value}: {dtype_name(result.dtype)}" for result in self.emitted),
+            *(f"sum {result.value}: {dtype_name(result.dtype)}" for result in self.sums),
+        ]
+
+    def text(self) -> str:
+        """One line that :meth:`parse` reads back."""
+        return "; ".join(self.lines())
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.text())
+
+    def __hash__(self) -> int:
+        """Kernels are looked up by spec at every launch, so the hash is computed once."""
+        return self._hash
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> Spec:
+        """The spec whose :meth:`text` this is; SpecError names the statement that is wrong."""
+        return _parsed(text)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+_INPUT = re.compile(r"x(\d+): (\w+)\[(.*)\]")
+_STEP = re.compile(r"t(\d+) = (\w+)\((.*)\)")
+_QUANTIZE = re.compile(r"quantize ([xt]\d+)")
+_RESULT = re.compile(r"(emit|sum) ([xt]\d+): (\w+)")
+_NAME = re.compile(r"[xt]\d+")
+
+
+def _parsed(text: str) -> Spec:
+    builder = SpecBuilder()
+    quantized: str | None = None
+    results: dict[str, list[Result]] = {"emit": [], "sum": []}
+    for statement in text.split("; "):
+        try:
+            if match := _INPUT.fullmatch(statement):
+                name: Operand = builder.input(DTYPES[match[2]], Place(match[3]))
+                _must_be(name, f"x{match[1]}")
+            elif match := _STEP.fullmatch(statement):
+                name = builder.step(match[2], *map(_operand, match[3].split(", ")))
+                _must_be(name, f"t{match[1]}")
+            elif match := _QUANTIZE.fullmatch(statement):
+                quantized = match[1]
+            elif match := _RESULT.fullmatch(statement):
+                results[match[1]].append(Result(match[2], DTYPES[match[3]]))
+            else:
+                raise SpecError("unknown statement")
+        except (KeyError, ValueError) as error:
+            raise SpecError(f"{statement!r} in the spec {text!r}: {error}") from None
+    if quantized is None:
+        raise SpecError(f"the spec {text!r} quantises nothing")
+    return builder.finish(quantized, results["emit"], results["sum"])
+
+
+def _must_be(name: Operand, written: str) -> None:
+    if name != written:
+        raise SpecError(f"expected the name {name}: names count up, and equal operations are written once")
+
+
+def _operand(text: str) -> Operand:
+    if _NAME.fullmatch(text):
+        return text
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text) if re.search(r"[.einf]", text) else int(text)
+
+
+class SpecBuilder:
+    """Collects inputs and steps; equal steps are one, and operands are brought to what an operation takes."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Input] = []
+        self._steps: dict[Step, str] = {}
+        self._kind: dict[str, str] = {}  # name → NUMBER or TRUTH
+        self._dtype: dict[str, torch.dtype] = {}  # name → a dtype that holds the value exactly, if narrower than fp32
+
+    def input(self, dtype: torch.dtype, place: Place) -> str:
+        """A new input's name."""
+        name = f"x{len(self._inputs)}"
+        self._inputs.append(Input(dtype, place))
+        self._kind[name] = TRUTH if dtype == torch.bool else NUMBER
+        self._dtype[name] = dtype
+        return name
+
+    def step(self, operation: str, *operands: Operand) -> str:
+        """The name of ``operation(*operands)``; truths become numbers and numbers truths where it wants so."""
+        if operation not in OPERATIONS:
+            raise SpecError(f"unknown operation {operation!r}; known: {', '.join(OPERATIONS)}")
+        takes = OPERATIONS[operation].takes
+        if len(operands) != len(takes) or not any(isinstance(operand, str) for operand in operands):
+            raise SpecError(f"{operation} takes {len(takes)} operands, one of them a value; got {operands}")
+        if any(operand != operand for operand in operands):
+            raise SpecError("a NaN cannot be a constant: it would not equal itself when two specs are compared")
+        step = Step(operation, tuple(self._as(kind, operand) for kind, operand in zip(takes, operands, strict=True)))
+        if step not in self._steps:
+            name = self._steps[step] = f"t{len(self._steps)}"
+            self._kind[name] = OPERATIONS[operation].gives
+            if operation in ROUNDINGS:
+                self._dtype[name] = ROUNDINGS[operation]
+        return self._steps[step]
+
+    def cast(self, value: Operand, dtype: torch.dtype) -> Operand:
+        """``value`` as ``dtype``: no step where that rounds nothing."""
+        if not isinstance(value, str):
+            return value
+        if dtype == torch.bool:
+            return self._as(TRUTH, value)
+        if self._kind[value] == TRUTH:
+            return self.step("number", value)
+        narrow = dtype in ROUNDINGS.values() and self._dtype.get(value) != dtype
+        return self.step(dtype_name(dtype), value) if narrow else value
+
+    def kind(self, operand: Operand) -> str:
+        """NUMBER or TRUTH."""
+        if isinstance(operand, str):
+            if operand not in self._kind:
+                raise SpecError(f"{operand} is used before it is defined")
+            return self._kind[operand]
+        return TRUTH if isinstance(operand, bool) else NUMBER
+
+    def finish(self, quantized: str, emitted: list[Result], sums: list[Result]) -> Spec:
+        """The spec that quantises the value ``quantized``."""
+        for name in (quantized, *(result.value for result in (*emitted, *sums))):
+            if self.kind(name) == TRUTH:
+                raise SpecError(f"{name} is a truth, not a number")
+        return Spec(tuple(self._inputs), tuple(self._steps), quantized, tuple(emitted), tuple(sums))
+
+    def _as(self, kind: str, operand: Operand) -> Operand:
+        if self.kind(operand) == kind:
+            return operand
+        if not isinstance(operand, str):
+            return float(operand) if kind == NUMBER else bool(operand)
+        return self.step("number", operand) if kind == NUMBER else self.step("ne", operand, 0)
+
+
+def extent(spec: Spec, inputs: list[Tensor]) -> tuple[Any, Any]:
+    """M and K (ints, or symbols while tracing), from whichever inputs carry them."""
+    rows = columns = None
+    for given, tensor in zip(spec.inputs, inputs, strict=True):
+        if given.place is Place.FULL:
+            return tensor.shape[0], tensor.shape[1]
+        if given.place is Place.ROW:
+            columns = tensor.shape[0]
+        if given.place is Place.COLUMN:
+            rows = tensor.shape[0]
+    if rows is None or columns is None:
+        raise SpecError(f"no input of {spec.text()!r} says how large z is")
+    return rows, columns
+
+
+def _value(operand: Operand, values: dict[str, Tensor], device: torch.device) -> Tensor:
+    if isinstance(operand, str):
+        return values[operand]
+    return torch.full((), operand, dtype=torch.bool if isinstance(operand, bool) else torch.float32, device=device)
+
+
+def evaluate(spec: Spec, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The meaning of a spec: z as fp32 [M, K], what is emitted [M, K] and what is summed [K], in their own dtypes."""
+    shape = extent(spec, inputs)
+    device = inputs[0].device
+    values = {f"x{i}": x if x.dtype == torch.bool else x.float() for i, x in enumerate(inputs)}
+    for i, step in enumerate(spec.steps):
+        operands = (_value(operand, values, device) for operand in step.operands)
+        values[f"t{i}"] = OPERATIONS[step.operation].torch(*operands)
+
+    def whole(name: str) -> Tensor:
+        return values[name].broadcast_to(shape)
+
+    emitted = [whole(result.value).to(result.dtype, copy=True).contiguous() for result in spec.emitted]
+    sums = [whole(result.value).sum(0).to(result.dtype) for result in spec.sums]
+    return whole(spec.quantized), emitted, sums

@@ -1,0 +1,126 @@
+"""``te::snapshot`` and ``te::update_scales_``: delayed scaling's state, read once and written once per step.
+
+A state is one fp32 tensor with a row per quantised tensor:
+
+    scale | number of skipped amaxes | amax history, newest first          [rows, 2 + L]
+
+``te::snapshot(states)`` is every scale of the step, copied. It is opaque and its output is fresh, for a reason: if the
+graph showed that scales are a view of what the update then overwrites, the compiler would save the view for backward
+and drop the copy, and gradients would be divided by the next step's scale.
+
+``te::update_scales_`` notes the amaxes of the step, one launch for all states of a direction:
+
+    amax not finite   the row's count goes up by one and nothing else changes
+    amax = 0          nothing changes
+    else              the history rolls, and the scale becomes the recipe's formula for its maximum (or for this amax)
+
+With several ranks, each seeing its own data, all take the largest amax first, in one all-reduce for all states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.ops import registry
+from te_compile.ops.library import define
+from te_compile.recipe import DelayedScaling, recipe_of
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+SCALE = 0
+SKIPPED = 1
+HISTORY = 2
+
+
+@registry.register("snapshot", registry.REFERENCE)
+def snapshot_reference(states: list[Tensor]) -> Tensor:
+    """The scale column of all states, fp32 [rows of the first, of the second, …]."""
+    return torch.cat([state[:, SCALE] for state in states])
+
+
+def _snapshot(states: list[Tensor], implementation: str = registry.REFERENCE) -> Tensor:
+    return registry.function_of("snapshot", implementation)(states)
+
+
+def _snapshot_fake(states: list[Tensor], implementation: str = registry.REFERENCE) -> Tensor:
+    return states[0].new_empty(sum(state.shape[0] for state in states))
+
+
+SNAPSHOT: Any = define('snapshot(Tensor[] states, str implementation="reference") -> Tensor', _snapshot, _snapshot_fake)
+
+
+def fp8_max_of(recipe: DelayedScaling, direction: str) -> float:
+    """The largest number of the FP8 type that ``direction`` uses."""
+    if direction not in (FORWARD, BACKWARD):
+        raise ValueError(f"direction {direction!r}: unknown; choose {FORWARD!r} or {BACKWARD!r}")
+    return recipe.fp8_format.forward_max if direction == FORWARD else recipe.fp8_format.backward_max
+
+
+@registry.register("update_scales_", registry.REFERENCE)
+def update_scales_reference(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: DelayedScaling) -> None:
+    """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, one for each of all their rows."""
+    sizes = [state.shape[0] for state in states]
+    for state, amax in zip(states, amaxes.split(sizes), strict=True):
+        history, scale, skipped = recipe.updated(state[:, HISTORY:], state[:, SCALE], amax, fp8_max)
+        state[:, HISTORY:].copy_(history)
+        state[:, SCALE].copy_(scale)
+        state[:, SKIPPED].add_(skipped)
+
+
+def flattened(amaxes: Sequence[Tensor]) -> Tensor:
+    """All amaxes in one fresh tensor, fp32 [R]; each given one is [] or [rows]."""
+    if all(amax.dim() == 0 for amax in amaxes):
+        return torch.stack(list(amaxes))
+    return torch.cat([amax.reshape(-1) for amax in amaxes])
+
+
+def _agreed(amaxes: Tensor, recipe: DelayedScaling) -> Tensor:
+    """The largest amax over all ranks, if there are several and the recipe asks; infinity wins and is skipped."""
+    distributed = torch.distributed
+    running = distributed.is_available() and distributed.is_initialized()
+    if recipe.reduce_amax and running and distributed.get_world_size() > 1:
+        distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX)
+    return amaxes
+
+
+def _update_scales(
+    states: list[Tensor],
+    amaxes: list[Tensor],
+    direction: str,
+    recipe: str,
+    implementation: str = registry.REFERENCE,
+) -> None:
+    scaling = recipe_of(recipe)
+    if not isinstance(scaling, DelayedScaling):
+        raise ValueError(f"recipe {recipe!r} keeps no state; te::update_scales_ is for delayed scaling")
+    if not amaxes:
+        return
+    flat = flattened(amaxes)
+    rows = sum(state.shape[0] for state in states)
+    if flat.numel() != rows:
+        raise ValueError(f"{flat.numel()} amaxes for {rows} rows of {len(states)} states")
+    function = registry.function_of("update_scales_", implementation)
+    function(states, _agreed(flat, scaling), fp8_max_of(scaling, direction), scaling)
+
+
+def _update_scales_fake(
+    states: list[Tensor],
+    amaxes: list[Tensor],
+    direction: str,
+    recipe: str,
+    implementation: str = registry.REFERENCE,
+) -> None:
+    """Nothing comes back."""
+
+
+UPDATE_SCALES: Any = define(
+    "update_scales_(Tensor(a!)[] states, Tensor[] amaxes, str direction, str recipe, "
+    'str implementation="reference") -> ()',
+    _update_scales,
+    _update_scales_fake,
+)

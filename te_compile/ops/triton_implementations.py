@@ -1,0 +1,172 @@
+"""Which operators Triton kernels run, and on what: the one place where ``ops`` meets ``kernels``.
+
+Registering costs nothing and works everywhere; Triton and the kernels are imported by the first call, so a machine
+without Triton never notices. The adapters add what a kernel must be told and an operator's arguments do not say:
+whether a scale may still be missing, and where in a flat tensor each part goes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.ops import calibration, registry
+from te_compile.ops.norm import KINDS, output_dtype
+from te_compile.ops.norm_quantize import norm_quantize_reference
+from te_compile.ops.quantize import quantize_reference
+from te_compile.ops.registry import Target, Unsupported
+from te_compile.ops.weights import column_places, row_places
+from te_compile.recipe import DelayedScaling, ScaleRule, recipe_of
+
+TRITON = "triton"
+PRIORITY = 10
+CAPABILITY = (8, 9)  # the first with FP8 conversion instructions
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NOT_WANTED = -1
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _check_target(target: Target) -> None:
+    if target.device != "cuda":
+        raise Unsupported(f"needs a CUDA device, not {target.device}")
+    if target.capability is None or target.capability < CAPABILITY:
+        raise Unsupported(f"FP8 conversion needs compute capability 8.9, this device has {target.capability}")
+    if not _triton_is_installed():
+        raise Unsupported("Triton is not installed")
+
+
+def _check_dtypes(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise Unsupported(f"{tensor.dtype} is none of {', '.join(map(str, DTYPES))}")
+    if dtype not in FP8:
+        raise Unsupported(f"{dtype} is none of {', '.join(map(str, FP8))}")
+
+
+def _check_quantize(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    _check_dtypes([arguments["x"]], arguments["dtype"])
+
+
+def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    _check_dtypes([arguments["x"], arguments["weight"], arguments["bias"]], arguments["dtype"])
+    if arguments["kind"] not in KINDS:
+        raise Unsupported(f"norm kind {arguments['kind']!r} is none of {', '.join(KINDS)}")
+
+
+def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    _check_dtypes(arguments["weights"], arguments["dtype"])
+    if len({weight.dtype for weight in arguments["weights"]}) > 1:
+        raise Unsupported("the weights differ in dtype")
+
+
+def _check_snapshot(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+
+
+def _check_update_scales(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    recipe = recipe_of(arguments["recipe"])
+    if not isinstance(recipe, DelayedScaling):
+        raise Unsupported(f"recipe {recipe.name!r} keeps no state")
+    if callable(recipe.amax_compute_algo):
+        raise Unsupported("amax_compute_algo is a function")
+    if recipe.scaling_factor_compute_algo is not None:
+        raise Unsupported("scaling_factor_compute_algo is a function")
+
+
+def _must_measure(scale: Tensor | None) -> bool:
+    return scale is None or calibration.pending()
+
+
+@registry.register("quantize", TRITON, priority=PRIORITY, check=_check_quantize)
+def quantize(
+    x: Tensor, scale: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool, rule: ScaleRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``te::quantize`` by kernels/quantize.py."""
+    if x.numel() == 0:  # an empty batch has no tile to launch
+        return quantize_reference(x, scale, dtype, rowwise, columnwise, rule)
+    from te_compile.kernels.quantize import quantize as kernel
+
+    return kernel(x, scale, dtype, rowwise, columnwise, rule, _must_measure(scale))
+
+
+@registry.register("norm_quantize", TRITON, priority=PRIORITY, check=_check_norm_quantize)
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    emit: bool,
+    rule: ScaleRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``te::norm_quantize`` by kernels/norm.py."""
+    if x.numel() == 0:
+        return norm_quantize_reference(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule)
+    from te_compile.kernels.norm import norm_quantize as kernel
+
+    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
+    measure = _must_measure(scale)
+    return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure, y_dtype)
+
+
+@registry.register("quantize_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)
+def quantize_weights(
+    weights: list[Tensor],
+    scales: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: list[bool],
+    columnwise: list[bool],
+    rule: ScaleRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``te::quantize_weights`` by kernels/weights.py."""
+    from te_compile.kernels.weights import quantize_weights as kernel
+
+    weights = [weight.contiguous() for weight in weights]
+    row_starts, row_length = row_places(weights, rowwise)
+    column_starts, column_length = column_places(weights, columnwise)
+    return kernel(
+        weights,
+        scales,
+        dtype,
+        [NOT_WANTED if start is None else start for start in row_starts],
+        [NOT_WANTED if start is None else start for start in column_starts],
+        row_length,
+        column_length,
+        rule,
+        _must_measure(scales),
+    )
+
+
+@registry.register("snapshot", TRITON, priority=PRIORITY, check=_check_snapshot)
+def snapshot(states: list[Tensor]) -> Tensor:
+    """``te::snapshot`` by kernels/scale_update.py."""
+    from te_compile.kernels.scale_update import snapshot_scales
+
+    return snapshot_scales(states)
+
+
+@registry.register("update_scales_", TRITON, priority=PRIORITY, check=_check_update_scales)
+def update_scales(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: DelayedScaling) -> None:
+    """``te::update_scales_`` by kernels/scale_update.py."""
+    from te_compile.kernels.scale_update import update_scales as kernel
+
+    assert isinstance(recipe.amax_compute_algo, str)
+    kernel(states, amaxes, fp8_max, recipe.rule(), recipe.amax_compute_algo)
