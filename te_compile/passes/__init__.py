@@ -1,0 +1,46 @@
+"""The ordered pipeline: what happens to a captured graph, top to bottom.
+
+Dynamo's graph first, where torch functions still have their names and state can be added; then the joint graph of
+forward and backward, where everything is decomposed and both directions fuse alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import Graph
+
+from te_compile.passes.choose_implementations import choose_implementations
+from te_compile.passes.drop_noop_casts import drop_noop_casts
+from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
+from te_compile.passes.fuse_producers import fuse_producers
+from te_compile.passes.memory import tag_memory
+from te_compile.passes.open_attention_modules import open_attention_modules
+from te_compile.passes.open_encoder_layers import open_encoder_layers
+from te_compile.passes.open_norms import open_norms
+from te_compile.passes.prune_outputs import prune_outputs
+from te_compile.passes.recognise_attention import recognise_attention
+from te_compile.passes.recognise_norms import recognise_norms
+from te_compile.passes.share_inputs import share_inputs
+
+GraphPass = Callable[[Graph], int]
+
+NORMALIZE_PASSES: tuple[GraphPass, ...] = (
+    drop_noop_casts,  # first: a no-op cast hides a norm
+    open_encoder_layers,  # before the norms inside them are looked for
+    open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
+    recognise_attention,
+    recognise_norms,
+)
+"""On Dynamo's graph and on every body inside it; then linears are found, selected and lowered (``backend``)."""
+
+JOINT_PASSES: tuple[GraphPass, ...] = (
+    share_inputs,  # first: two quantizes of one value would hide it from the fusions
+    fuse_norm_quantize,
+    open_norms,  # what no quantize took goes back to Inductor, and its pointwise part to the producers
+    fuse_producers,
+    prune_outputs,  # after the fusions: they ask for both layouts as lowering does
+    tag_memory,
+    choose_implementations,  # last: it judges the operators as they will run
+)
+"""On the joint graph of forward and backward."""

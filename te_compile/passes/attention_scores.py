@@ -1,0 +1,246 @@
+"""What a model does to its attention scores between their product and their softmax, one step after the other.
+
+Scores are scaled, get a bias or a mask added, are overwritten where a mask says so, cast, and viewed with batch and
+heads in one dimension or two. Whatever else happens to them (a tanh, a gate, a concatenation with sinks) is not
+attention as ``F.scaled_dot_product_attention`` knows it, and the walk back from the softmax ends there, with a reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of, writes
+from te_compile.passes.contractions import Contraction, contractions_of
+from te_compile.passes.drop_noop_casts import is_cast
+
+HIDDEN = -1e4
+"""What is at most this is a score that hides: e^x of it is zero beside any score that is not."""
+
+_PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_", "multiply"}
+_QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", "true_divide"}
+_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_DIFFERENCES = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
+_FILLS = {torch.masked_fill, "masked_fill", "masked_fill_"}
+_RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}
+_SAME_VALUES = {
+    "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute",
+    "contiguous", "clone", "detach", "repeat", operator.getitem, torch.unsqueeze, torch.squeeze, torch.reshape,
+}  # fmt: skip
+_ENDS = {  # what these return hides nothing, whatever they are given
+    F.linear, torch._C._nn.linear, torch.matmul, operator.matmul, torch.bmm, torch.baddbmm, torch.einsum, F.embedding,
+    F.softmax, F.layer_norm, "matmul", "bmm", "baddbmm", "softmax",
+}  # fmt: skip
+_FILLED: dict[Any, float | None] = {
+    torch.zeros: 0.0, torch.zeros_like: 0.0, "new_zeros": 0.0, torch.ones: 1.0, torch.ones_like: 1.0, "new_ones": 1.0,
+    torch.full: None, torch.full_like: None, "new_full": None, torch.tensor: None, torch.scalar_tensor: None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Scores times (or divided by) a number, or a tensor that is the same for all keys of a query."""
+
+    by: Any
+    divides: bool
+
+
+@dataclass(frozen=True)
+class Addend:
+    """Scores plus (or minus) a tensor. ``dimensions``: how many the scores have where it is added."""
+
+    tensor: Node
+    negative: bool
+    dimensions: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores overwritten with a number that hides, where ``where`` is true (``inverted``: where it is false)."""
+
+    where: Node
+    inverted: bool
+    value: float
+    dimensions: int
+
+
+Step = Factor | Addend | Fill
+
+
+@dataclass
+class Scores:
+    """A product of queries and keys, and the steps from it to the softmax; ``nodes`` are all those in between."""
+
+    product: Contraction
+    steps: list[Step] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+class NotAttentionError(Exception):
+    """Why something that looks like attention is none, in words for a report."""
+
+
+def same_sizes(a: Any, b: Any) -> bool:
+    """Are two shapes equal, for every size that is symbolic, without a guard?"""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def number_in(node: Any) -> float | None:
+    """The one number that ``node`` is, or that all elements of the tensor ``node`` are; None if not known."""
+    if isinstance(node, (int, float)) and not isinstance(node, bool):
+        return float(node)
+    while isinstance(node, Node) and (node.target in _SAME_VALUES or is_cast(node)):
+        node = node.args[0] if node.args else None
+    if not isinstance(node, Node) or node.target not in _FILLED or any(map(writes, node.users)):
+        return None
+    known = _FILLED[node.target]
+    if known is not None:
+        return known
+    value = argument(node, 0, "data") if node.target is torch.tensor else argument(node, 1, "fill_value")
+    value = argument(node, 0, "s") if node.target is torch.scalar_tensor else value
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _inputs(tensor: Node) -> list[Any]:
+    return [*tensor.args, *tensor.kwargs.values()]
+
+
+def may_hide(tensor: Node) -> bool:
+    """Can ``tensor``, added to scores, hide any? Not if it is made of parameters, products and small numbers alone."""
+    waiting, seen = [tensor], {tensor}
+    while waiting:
+        node = waiting.pop()
+        value = value_of(node)
+        if node.target in _ENDS:
+            continue
+        if node.op == "placeholder":
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
+                return True
+            continue
+        if any(isinstance(each, float) and abs(each) >= -HIDDEN for each in _inputs(node)):
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return False
+
+
+def is_zero_or_hidden(tensor: Any) -> bool:
+    """Is every element of ``tensor`` zero or a number that hides, by the way it was made?"""
+    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES:
+        tensor = tensor.args[0]
+    if not isinstance(tensor, Node):
+        return False
+    if tensor.target is torch.where and len(tensor.args) == 3:
+        choices = [number_in(each) for each in tensor.args[1:]]
+    elif tensor.target in _FILLS and len(tensor.args) == 3:
+        choices = [number_in(tensor.args[0]), number_in(tensor.args[2])]
+    else:
+        return False
+    return all(choice is not None and (choice == 0 or choice <= HIDDEN) for choice in choices)
+
+
+def _is_scores(node: Any, like: Node) -> TypeGuard[Node]:
+    return (
+        is_tensor(node)
+        and value_of(node).is_floating_point()
+        and same_sizes(value_of(node).shape, value_of(like).shape)
+    )
+
+
+def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    if len(node.args) != 2 or node.kwargs:
+        return
+    divides = node.target in _QUOTIENTS
+    for scores, by in (node.args,) if divides or writes(node) else (node.args, node.args[::-1]):
+        if not _is_scores(scores, node):
+            continue
+        number = number_in(by)
+        if number is not None:
+            yield scores, Factor(number, divides)
+        elif is_tensor(by) and (value_of(by).dim() == 0 or statically_known_true(value_of(by).shape[-1] == 1)):
+            yield scores, Factor(by, divides)
+
+
+def _addend(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    if len(node.args) != 2 or node.kwargs:
+        return
+    negative = node.target in _DIFFERENCES
+    for scores, tensor in (node.args,) if negative or writes(node) else (node.args, node.args[::-1]):
+        if _is_scores(scores, node) and is_tensor(tensor) and tensor is not scores:
+            yield scores, Addend(tensor, negative, value_of(node).dim())
+
+
+def _fill(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    if node.target is torch.where:
+        condition, yes, no = node.args if len(node.args) == 3 else (None, None, None)
+        choices: tuple[tuple[Any, Any, Any, bool], ...] = ((yes, condition, no, True), (no, condition, yes, False))
+    else:
+        where, value = argument(node, 1, "mask"), argument(node, 2, "value")
+        choices = ((node.args[0], where, value, False),)
+    for scores, where, value, inverted in choices:
+        number = number_in(value)
+        if _is_scores(scores, node) and is_tensor(where) and number is not None and number <= HIDDEN:
+            yield scores, Fill(where, inverted, number, value_of(node).dim())
+
+
+def _view(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    """Batch and heads in one dimension or in two; queries and keys stay the last."""
+    source = argument(node, 0, "input")
+    if is_tensor(source) and same_sizes(value_of(source).shape[-2:], value_of(node).shape[-2:]):
+        yield source, None
+
+
+def _steps(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    """(scores, what ``node`` does to them), for every operand of ``node`` that may be the scores."""
+    if is_cast(node):
+        source = node.args[0]
+        if is_tensor(source) and value_of(node).is_floating_point():
+            yield source, None
+    elif node.target in _PRODUCTS or node.target in _QUOTIENTS:
+        yield from _factor(node)
+    elif node.target in _SUMS or node.target in _DIFFERENCES:
+        yield from _addend(node)
+    elif node.target in _FILLS or node.target is torch.where:
+        yield from _fill(node)
+    elif node.target in _RESHAPES:
+        yield from _view(node)
+
+
+def scores_behind(node: Any) -> Scores:
+    """The scores that ``node`` holds, from their product on; raises NotAttentionError where they are no plain ones."""
+    if not is_tensor(node):
+        raise NotAttentionError("what softmax is taken of is no product of queries and keys")
+    for product in contractions_of(node):
+        if product.result == tuple(range(len(product.result))):
+            addend = [] if product.addend is None else [Addend(product.addend, False, value_of(node).dim())]
+            return Scores(product, [*addend], [node])
+    if node.op not in ("call_function", "call_method"):
+        raise NotAttentionError("what softmax is taken of is no product of queries and keys")
+    reason = f"its scores go through {_name(node)} before softmax"
+    for source, step in _steps(node):
+        if len(source.users) > 1:
+            reason = "its scores are read elsewhere too"
+            continue
+        try:
+            scores = scores_behind(source)
+        except NotAttentionError as error:
+            reason = str(error)
+            continue
+        if step is not None:
+            scores.steps.append(step)
+        scores.nodes.append(node)
+        return scores
+    raise NotAttentionError(reason)
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,98 @@
+"""What a node of Dynamo's graph is: its example value, its arguments, the view it takes, what it writes to.
+
+Dynamo's graph calls torch functions, tensor methods and Python operators, in whatever spelling the model used. Here is
+what passes ask about such a node, so that none of them has to know all spellings.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+_UNKNOWN_SIZE = 4096  # what a size that no example shows is taken for, in reports and in the cost model
+_IN_PLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
+}  # fmt: skip
+
+
+def value_of(node: Any) -> Any:
+    """The example value that Dynamo recorded, a fake tensor for tensors."""
+    return None if node is None else node.meta.get("example_value")
+
+
+def is_tensor(node: Any) -> TypeGuard[Node]:
+    """Is ``node`` a node that holds one tensor?"""
+    return isinstance(node, Node) and isinstance(value_of(node), Tensor)
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by keyword."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number: a symbolic one as the example that compilation started from."""
+    hint = size if isinstance(size, int) else getattr(size.node, "hint", None)
+    return _UNKNOWN_SIZE if hint is None else int(hint)
+
+
+def rows_of(x: Tensor) -> int:
+    """The number of vectors along the last dimension, as a hint."""
+    return math.prod(map(size_hint, x.shape[:-1]))
+
+
+def called(node: Node) -> str:
+    """``transpose`` for ``w.transpose(0, 1)`` and ``torch.transpose(w, 0, 1)``, ``T`` for ``w.T``; "" for no call."""
+    if node.target is getattr:
+        return str(node.args[1])
+    if node.op == "call_method":
+        return str(node.target)
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.rpartition("::")[2]
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if isinstance(name, str) else ""
+
+
+def storage_of(node: Node) -> int | None:
+    """Equal for nodes that share their memory, as views of one tensor do; None for what is no tensor."""
+    value = value_of(node)
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    except (NotImplementedError, RuntimeError):  # a tensor of another kind, which has no memory of its own
+        return None
+
+
+def written_by(node: Node) -> Iterator[Node]:
+    """The tensors that ``node`` changes in place."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    if isinstance(node.target, OpOverload):
+        for index, declared in enumerate(node.target._schema.arguments):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                yield from _nodes_in(argument(node, index, declared.name))
+        return
+    name, target = called(node), node.target
+    # operator.and_ and its like end so because their names are Python's.
+    ends_in_place = name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
+    is_asked = node.kwargs.get("inplace") or (target is F.dropout and argument(node, 3, "inplace"))
+    if ends_in_place or target in _IN_PLACE_OPERATORS or is_asked:
+        yield from _nodes_in(node.args[:1] or node.kwargs.get("input"))
+    yield from _nodes_in(node.kwargs.get("out"))
+
+
+def writes(node: Node) -> bool:
+    """Does ``node`` change a tensor in place, as far as its name and its arguments tell?"""
+    return next(written_by(node), None) is not None
+
+
+def _nodes_in(argument: Any) -> list[Node]:
+    return [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Node)]

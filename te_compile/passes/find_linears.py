@@ -1,0 +1,196 @@
+"""Find every linear of a captured graph, in whatever form the model wrote it.
+
+A linear is a product of an activation with a parameter, or with a matrix that is made from one. Some forms are lowered
+as they stand: ``F.linear``, a product of two matrices (``x @ weight.T``, ``torch.mm(x, weight)`` and their like) and
+``addmm(bias, x, weight)``. The weight may be behind transpositions: te::linear reads both layouts, so these are left
+without a reader. Einsums, convolutions and batched products are lowered if they are linears in disguise; each has a
+file of its own. Every other product with a parameter is recorded too, so that no report is silent about it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import Parameter
+
+from te_compile.passes.batched_linears import batched_site, is_batched_product
+from te_compile.passes.captured_nodes import argument, called, rows_of, size_hint, value_of
+from te_compile.passes.linear_convolutions import convolution_site, is_convolution
+from te_compile.passes.linear_einsums import einsum_site, is_einsum
+from te_compile.passes.names import module_name
+from te_compile.passes.plan import Cause, Plan, Site
+from te_compile.passes.regions import Region
+from te_compile.passes.weight_expressions import TRANSPOSITIONS, NotAWeightError, Weights, origin
+
+_PRODUCTS: dict[Any, str] = {
+    torch.matmul: "matmul",
+    operator.matmul: "matmul",
+    operator.imatmul: "matmul",
+    torch.linalg.matmul: "matmul",
+    torch.mm: "mm",
+    torch.bmm: "bmm",
+    torch.baddbmm: "baddbmm",
+    torch.addmm: "addmm",
+    torch.einsum: "einsum",
+    torch._grouped_mm: "grouped_mm",
+    F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm: "grouped_mm",
+    F.bilinear: "bilinear",
+    F.multi_head_attention_forward: "multi_head_attention",
+    torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
+}
+_PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm"}
+_MATRIX_PRODUCTS = ("matmul", "mm")
+_VIEWS = TRANSPOSITIONS | {"view", "reshape", "to", "float", "double", "half", "bfloat16", "type", "contiguous"}
+_NO_GROUPED_PRODUCT = (
+    "each group of tokens has a weight of its own and only the device knows how many tokens; te_fp8 has no FP8 product "
+    "for that, so these experts stay in high precision"
+)
+
+STAYS_CLOSED = "te_stays_closed"
+"""Meta key: why a pass that could have opened this opaque product into linears left it."""
+
+
+def _parameter_behind(node: Any, region: Region, weights: Weights) -> Node | None:
+    """The root placeholder of the parameter that ``node`` is, or is a view or cast of, wherever that was made."""
+    node, region = origin(node, region)
+    while isinstance(node, Node) and node not in weights.parameters:
+        node, region = origin(argument(node, 0, "input") if called(node) in _VIEWS else None, region)
+    return node if isinstance(node, Node) else None
+
+
+def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """``F.linear(x, weight[N, K], bias)``."""
+    x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+    if not (isinstance(value_of(x), Tensor) and isinstance(value_of(weight), Tensor)) or value_of(weight).dim() != 2:
+        return None
+    out_features, in_features = map(size_hint, value_of(weight).shape)
+    site = Site("", "linear", region, node, rows_of(value_of(x)), (in_features, out_features), x, weight, bias)
+    try:
+        site.multiplies_by(weights.weight(weight, region, transposed=False))
+    except NotAWeightError as reason:
+        site.keep(Cause.UNSUPPORTED, str(reason))
+        site.weight = _parameter_behind(weight, region, weights) or weight
+    return site
+
+
+def _product_site(
+    region: Region, node: Node, weights: Weights, form: str, x: Any, matrix: Any, bias: Node | None = None
+) -> Site | None:
+    """``x @ matrix (+ bias)``; None unless ``matrix`` is made from a parameter."""
+    value = value_of(x) if isinstance(x, Node) else None
+    shape = getattr(value_of(matrix), "shape", ()) if isinstance(matrix, Node) else ()
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(shape) != 2:
+        return None
+    in_features, out_features = map(size_hint, shape)
+    site = Site("", form, region, node, rows_of(value), (in_features, out_features), x, matrix, bias)
+    try:
+        # The second operand of a product is [K, N]: a weight stored that way is the transpose of a linear's.
+        site.multiplies_by(weights.weight(matrix, region, transposed=True))
+    except NotAWeightError as reason:
+        parameter = _parameter_behind(matrix, region, weights)
+        if parameter is None:
+            return None
+        site.weight = parameter
+        site.keep(Cause.UNSUPPORTED, str(reason))
+    return site
+
+
+def _matmul_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """``x[..., K] @ weight[K, N]``, as an operator, a function or a method."""
+    # A third argument is an output to write to or a dtype: not the plain product.
+    if len(node.args) + len(node.kwargs) != 2:
+        return None
+    x, matrix = argument(node, 0, "input"), argument(node, 1, "other") or node.kwargs.get("mat2")
+    return _product_site(region, node, weights, "matmul", x, matrix)
+
+
+def _addmm_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """``addmm(bias[N], x[M, K], weight[K, N])``."""
+    bias, x, weight = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    factors = [node.kwargs.get(name, 1) for name in ("beta", "alpha")]
+    value = value_of(bias) if isinstance(bias, Node) else None
+    if factors != [1, 1] or len(node.args) > 3 or "out" in node.kwargs or not isinstance(value, Tensor):
+        return None
+    site = _product_site(region, node, weights, "conv1d", x, weight, bias)
+    if site is None or value.dim() != 1 or size_hint(value.shape[0]) != site.features[1]:
+        return None
+    if not site.transposed:
+        site.form = "addmm"
+    return site
+
+
+def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """Any other product that has a parameter among its operands."""
+    known = node.target in _PRODUCTS if node.op == "call_function" else node.target in _PRODUCT_METHODS
+    if not known:
+        return None
+    parameters = [r for n in node.all_input_nodes if (r := _parameter_behind(n, region, weights)) is not None]
+    matrices = [w for w in parameters if value_of(w).dim() >= 2]
+    if not matrices:
+        return None
+    form = _PRODUCTS[node.target] if node.op == "call_function" else str(node.target)
+    shape = [size_hint(size) for size in value_of(matrices[0]).shape]
+    result = value_of(node)
+    result = result[0] if isinstance(result, (tuple, list)) else result
+    tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
+    site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=matrices[0])
+    in_general = _NO_GROUPED_PRODUCT if form == "grouped_mm" else f"a weight used through {form} is not lowered to FP8"
+    why = node.meta.get(STAYS_CLOSED, in_general)
+    site.keep(Cause.UNSUPPORTED, why)
+    return site
+
+
+def _is_matrix_product(node: Node) -> bool:
+    name = node.target if node.op == "call_method" else _PRODUCTS.get(node.target)
+    return node.op in ("call_function", "call_method") and name in _MATRIX_PRODUCTS
+
+
+_FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Site | None]], ...] = (
+    (lambda node: node.target in (F.linear, torch._C._nn.linear), _linear_site),
+    (lambda node: node.target in (torch.addmm, "addmm"), _addmm_site),
+    (_is_matrix_product, _matmul_site),
+    (is_batched_product, batched_site),
+    (is_einsum, einsum_site),
+    (is_convolution, convolution_site),
+    (lambda node: node.op in ("call_function", "call_method"), _other_site),
+)
+"""How to tell each form, and what makes a site of it; where that finds none, the next form is tried."""
+
+
+def _sites_in(region: Region, weights: Weights) -> Iterator[Site]:
+    for node in region.graph.nodes:
+        for matches, build in _FORMS:
+            site = build(region, node, weights) if matches(node) else None
+            if site is not None:
+                site.name = module_name(node, site.root_weight or site.weight)
+                yield site
+                break
+
+
+def find_linears(regions: list[Region], left: list[tuple[str, Any]], example_inputs: Any, plan: Plan) -> int:
+    """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
+    root = regions[0]
+    for placeholder, example in zip(root.placeholders, example_inputs, strict=True):
+        if isinstance(example, Parameter):
+            plan.parameters[placeholder] = example
+    weights = Weights(regions, plan.parameters)
+    for region in regions:
+        plan.sites.extend(_sites_in(region, weights))
+    for operator_name, body in left:
+        inside = Region(body)
+        for node in body.graph.nodes:
+            if node.target in (F.linear, torch._C._nn.linear):
+                site = _linear_site(inside, node, weights)
+                if site is not None:
+                    site.name = module_name(node, None)
+                    site.cause = None
+                    site.keep(Cause.UNSUPPORTED, f"inside the higher-order op {operator_name}, which is not rewritten")
+                    plan.sites.append(site)
+    return len(plan.sites)

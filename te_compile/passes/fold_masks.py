@@ -1,0 +1,190 @@
+"""Drop attention masks that the graph itself proves to be causal, or to mask nothing.
+
+Hugging Face builds its masks inside the graph, and where nobody passed one it builds them from positions alone: a
+boolean tensor that says "causal" the long way round. Any mask tensor keeps the fastest attention kernels out, which on
+an H200 can make a compiled model slower than eager.
+
+The proof is by evaluation. A mask that depends on no input of the graph is a constant: every node behind it is pure,
+its leaves are ranges and filled tensors of sizes known at compile time. So it is computed, here and once, on the CPU,
+and compared element by element with what would replace it. Where sizes are symbolic, it is a formula in positions that
+is compared (``prove_masks``). A mask that depends on data (padding, packed sequences given from outside) is left as it
+is, and so is every other constant, such as a sliding window.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.prove_masks import proven_meaning
+from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
+
+SWALLOWS = -1e30
+"""A number that is at most this leaves nothing of a score that it is added to."""
+
+MOST_ELEMENTS = 1 << 28  # of a mask that is evaluated: 256 MiB of booleans, a second or two
+
+_PURE_FUNCTIONS = {
+    torch.arange, torch.ones, torch.zeros, torch.full, torch.tensor, torch.diff, torch.cumsum, torch.where, torch.tril,
+    torch.triu, torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, torch.logical_and, torch.logical_or,
+    torch.logical_not, torch.zeros_like, torch.ones_like, torch.full_like, torch.cat, torch.stack, torch.abs,
+    operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, operator.mod, operator.and_,
+    operator.or_, operator.invert, operator.xor, operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
+    operator.ge, operator.getitem,
+}  # fmt: skip
+_PURE_METHODS = {
+    "new_ones", "new_zeros", "new_full", "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "transpose",
+    "permute", "contiguous", "clone", "to", "type", "bool", "int", "long", "float", "cumsum", "diff", "tril", "triu",
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "masked_fill", "where", "repeat",
+    "sub", "add", "mul", "abs", "all", "any", "flatten", "detach",
+}  # fmt: skip
+
+
+class _NotConstantError(Exception):
+    """The value depends on an input, on a symbolic size, or on something whose purity is not known."""
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op == "call_function":
+        return node.target in _PURE_FUNCTIONS
+    return node.op == "call_method" and node.target in _PURE_METHODS
+
+
+def _on_cpu(value: Any) -> Any:
+    """Arguments as evaluation uses them: devices become the CPU; a symbolic size cannot be used."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise _NotConstantError
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu", "xpu", "mps"):
+        return "cpu"
+    if isinstance(value, slice):
+        return slice(*map(_on_cpu, (value.start, value.stop, value.step)))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_cpu, value))
+    return value
+
+
+def evaluated(node: Node, known: dict[Node, Any]) -> Any:
+    """The value of a constant node; raises if it is none. ``known`` remembers values between calls."""
+    waiting = [node]
+    while waiting:
+        current = waiting[-1]
+        if current in known:
+            waiting.pop()
+            continue
+        if not _is_pure(current) or may_change(current):
+            raise _NotConstantError
+        missing = [each for each in current.all_input_nodes if each not in known]
+        if missing:
+            waiting.extend(missing)
+            continue
+        known[current] = _computed(waiting.pop(), known)
+    return known[node]
+
+
+def _computed(node: Node, known: dict[Node, Any]) -> Any:
+    example = value_of(node)
+    sizes = example.shape if isinstance(example, Tensor) else ()
+    if any(not isinstance(size, int) for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
+        raise _NotConstantError
+    args, kwargs = (map_arg(_on_cpu(part), known.__getitem__) for part in (node.args, node.kwargs))
+    kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
+    call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    # Outside the compiler's fake tensors, and on the CPU whatever the default device is.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"):
+        try:
+            return call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        except (RuntimeError, TypeError) as error:  # what cannot be computed here is no constant to us
+            raise _NotConstantError from error
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    """Where attention may look, as booleans; None for a bias that is more than a mask."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min  # also -inf
+    return ~hidden if bool(((mask == 0) | hidden).all()) else None
+
+
+def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
+    """ "all" if ``mask`` hides nothing, "causal" if it hides exactly what comes later, None for anything else."""
+    allowed = _allowed(mask)
+    if allowed is None:
+        return None
+    # Copies along expanded dimensions are one slice.
+    for dimension, stride in enumerate(allowed.stride()):
+        if stride == 0 and allowed.shape[dimension] > 1:
+            allowed = allowed.narrow(dimension, 0, 1)
+    if bool(allowed.all()):
+        return "all"
+    if queries == keys and allowed.shape[-2:] == (queries, keys):
+        causal = torch.ones(queries, keys, dtype=torch.bool).tril()
+        if bool((allowed == causal).all()):
+            return "causal"
+    return None
+
+
+def hides_no_row(mask: Node) -> bool:
+    """Does ``mask``, which is added to scores, provably leave every query a key to look at?"""
+    try:
+        value = evaluated(mask, {})
+    except _NotConstantError:
+        return proven_meaning(mask) is not None
+    return isinstance(value, Tensor) and bool((value.amax(-1) > SWALLOWS).all())
+
+
+def _meaning_of(mask: Node, query: Tensor, key: Tensor, known: dict[Node, Any]) -> str | None:
+    """What ``mask`` is proved to mean: by its value, or where sizes are symbolic, by its formula."""
+    try:
+        value = evaluated(mask, known)
+    except _NotConstantError:
+        return proven_meaning(mask, (query.shape[-2], key.shape[-2]))
+    return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
+
+
+def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
+    """(mask, query) without the care that ``recognise_attention`` takes of rows that the mask may hide entirely."""
+    is_guarded = isinstance(mask, Node) and mask.target is torch.where and isinstance(query, Node)
+    if is_guarded and query.target == "masked_fill" and query.args[1:] == (mask.args[0], 0.0):
+        return mask.args[2], query.args[0]
+    return mask, query
+
+
+def _fold(region: Region, node: Node, known: dict[Node, Any]) -> bool:
+    """Replace the mask of one attention node by what it means; False if it stays."""
+    mask, guarded = argument(node, 3, "attn_mask"), argument(node, 0, "query")
+    query, key = value_of(guarded), value_of(argument(node, 1, "key"))
+    mask, unguarded = _without_guard(mask, guarded)
+    root = region.at_root(mask) if isinstance(mask, Node) else None
+    if not isinstance(mask, Node) or argument(node, 5, "is_causal", False) is not False:
+        return False
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return False
+    means = _meaning_of(mask if root is None else root, query, key, known)
+    if means is None:
+        return False
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    node.args = (unguarded, given.pop("key"), given.pop("value"))
+    del given["query"]
+    node.kwargs = {**given, "attn_mask": None, "is_causal": means == "causal"}
+    return True
+
+
+def fold_masks(regions: list[Region]) -> int:
+    """Fold every provable mask of ``regions``; returns how many attention nodes lost theirs."""
+    known: dict[Node, Any] = {}
+    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+    return sum(
+        _fold(region, node, known) for region in regions for node in region.graph.nodes if node.target in targets
+    )

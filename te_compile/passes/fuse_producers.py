@@ -1,0 +1,182 @@
+"""Compute what is quantised where it is quantised.
+
+Before a ``te::quantize`` stand the pointwise nodes of an activation, a gate, a dropout, a residual sum or the backward
+of one of these. Left alone, Inductor writes their result and the quantize reads it back. This pass puts the closure of
+those nodes (te_compile.passes.closures says which) and the quantize into one ``te::fused_quantize``, whose spec is the
+text of what they compute.
+
+Two more things come from the same pass over the data. If someone else reads the value in high precision, and could not
+as cheaply compute it again, the producer emits it too. Sums over rows, the gradients of biases, become column sums of
+the producer; for them alone even a quantize with nothing to compute before it becomes one, because it saves a read.
+
+It runs on the joint graph, forward and backward alike: a backward producer computes forward values again from leaves
+that are saved for it, rather than having them saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
+from te_compile.ops.pointwise import Place
+from te_compile.ops.quantize import QUANTIZE
+from te_compile.passes.closures import Closure, IndexSpace, Item, behind_views, find_closure, same
+from te_compile.passes.pointwise_nodes import VIEWS, is_pointwise, tensor_arguments, value_of
+
+aten = torch.ops.aten
+
+
+def fuse_producers(graph: Graph) -> int:
+    """Replace each quantize that has something to compute by a producer; returns how many."""
+    spaces: dict[tuple[str, int, torch.device], IndexSpace] = {}
+    fused = 0
+    for quantize in graph.find_nodes(op="call_function", target=QUANTIZE):
+        x = value_of(quantize.args[0])
+        if x is None or not isinstance(x.shape[1], int):
+            continue  # the spec's views need the number of columns
+        rows, columns = x.shape
+        space = spaces.setdefault((str(rows), columns, x.device), IndexSpace(rows, columns, x.device))
+        readers = _readers_of(quantize, space)
+        emit, sums = _is_emitted(readers, space), [total.meta["val"].dtype for total in readers.sums]
+        closure = find_closure(readers.root, space, quantize, emit, sums)
+        if closure is not None:
+            rewired = _replace(quantize, closure, readers)
+            fused += 1
+            for known in spaces.values() if rewired else ():
+                known.forget(rewired)
+    return fused
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Who reads z beside the quantize: ``root`` computes it, ``views`` show it, ``sums`` add up its rows."""
+
+    root: Node
+    views: tuple[Node, ...]
+    sums: tuple[Node, ...]
+    others: tuple[Node, ...]
+
+
+def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
+    """Everyone who reads what ``quantize`` reads, as far as its producer may serve them."""
+    root = behind_views(quantize.args[0])
+    family, sums, others = [root], [], []
+    for member in family:
+        for user in member.users:
+            if user.target in VIEWS and tensor_arguments(user) == [member]:
+                family.append(user)
+            elif _is_row_sum(user, space) and _same_phase(user, quantize):
+                sums.append(user)
+            elif user is not quantize:
+                others.append(user)
+    scale = quantize.args[1]
+    late = isinstance(scale, Node) and any(not scale < reader for reader in (*family[1:], *sums, *others))
+    if late or not _same_phase(root, quantize):
+        sums, others = [], []
+    return Readers(root, tuple(family[1:]), tuple(sorted(sums)), tuple(others))
+
+
+def _is_row_sum(node: Node, space: IndexSpace) -> bool:
+    """Is ``node`` the sum over exactly the dimensions that are z's rows?"""
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    summed, result = value_of(node.args[0]), value_of(node)
+    if summed is None or result is None or result.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    cut = space.row_dimensions(summed.shape)
+    given: Any = node.args[1]
+    dimensions = sorted(d % summed.dim() for d in given or range(summed.dim()))
+    return cut is not None and dimensions == list(range(cut)) and _constant_shape(result) is not None
+
+
+def _same_phase(node: Node, quantize: Node) -> bool:
+    """Do both belong to the forward, or both to the backward? A producer must not serve one from the other."""
+    return node.meta.get("partitioner_tag") == quantize.meta.get("partitioner_tag")
+
+
+def _is_emitted(readers: Readers, space: IndexSpace) -> bool:
+    """Should the producer write z in high precision, because reading that is cheaper than computing it again?"""
+    value, item = value_of(readers.root), Item(readers.root, Place.FULL)
+    if not readers.others or space.operands(item) is None or value is None or _constant_shape(value) is None:
+        return False
+    again = space.cost(space.reads(item)) <= space.cost(frozenset({item}))
+    return not (again and all(is_pointwise(other) or other.target is QUANTIZE for other in readers.others))
+
+
+def _constant_shape(value: Tensor) -> list[int] | None:
+    """The shape as a view takes it, -1 for a symbolic size; None if there are two of those, or gaps in memory."""
+    shape = [size if isinstance(size, int) else -1 for size in value.shape]
+    return shape if shape.count(-1) <= 1 and value.is_contiguous() else None
+
+
+def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
+    """Put the producer of ``closure`` in the place of ``quantize``, of the sums, and of z if it is emitted.
+
+    Returns the nodes that read other nodes than before.
+    """
+    graph, (_, scale, *rest) = quantize.graph, quantize.args
+    emitted = bool(closure.spec.emitted)
+    with graph.inserting_before(min([quantize, *readers.sums, *(readers.root.users if emitted else ())])):
+        inputs = [_input_node(leaf, closure.columns, quantize) for leaf in closure.leaves]
+        fused = _call(FUSED_QUANTIZE, (inputs, scale, closure.spec.text(), *rest), quantize)
+        results = range(FIRST_EMITTED, FIRST_EMITTED + emitted + len(readers.sums))
+        rewired: set[Node] = set()
+        for node, index in zip([readers.root] * emitted + [*readers.sums], results, strict=True):
+            rewired |= set(node.users)
+            result = _call(operator.getitem, (fused, index), node)
+            node.replace_all_uses_with(_reshaped(result, _constant_shape(node.meta["val"]), node))
+    quantize.replace_all_uses_with(fused)
+    for node in (quantize, *readers.sums):
+        graph.erase_node(node)
+    for node in sorted({*readers.views, readers.root, *(item.node for item in closure.joined)}, reverse=True):
+        if not node.users and is_pointwise(node):
+            graph.erase_node(node)
+    return rewired
+
+
+def _input_node(leaf: Item, columns: int, quantize: Node) -> Node:
+    """The leaf in the shape that the spec declares, a view of it if need be."""
+    wanted = {Place.FULL: [-1, columns], Place.ROW: [-1], Place.COLUMN: [-1, 1], Place.SCALAR: []}[leaf.place]
+    node, value = leaf.node, leaf.node.meta["val"]
+    if leaf.place is not Place.FULL and not value.is_contiguous():
+        node = _call(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
+    return _reshaped(node, wanted, quantize)
+
+
+def _reshaped(node: Node, shape: list[int] | None, like: Node) -> Node:
+    """``node``, or a view of it, in ``shape`` (-1 for one size that follows from the others)."""
+    assert shape is not None
+    have = tuple(node.meta["val"].shape)
+    if len(have) == len(shape) and all(new == -1 or same(new, old) for new, old in zip(shape, have, strict=True)):
+        return node
+    return _call(aten.view.default, (node, shape), like)
+
+
+def _call(target: Any, arguments: tuple[Any, ...], like: Node, **options: Any) -> Node:
+    """A new node with the metadata of ``like`` (checkpoint region, phase, stack trace) and its own value."""
+    name = getattr(target, "_opname", None)
+    node = like.graph.create_node("call_function", target, arguments, options, name=name)
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OF_A_VALUE}
+    with _fake_mode_of(arguments):
+        node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
+    return node
+
+
+# Metadata that speaks of the value a node had, not of where it stands.
+_OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
+
+
+def _fake_mode_of(arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """The mode under which the operands were traced."""
+    values: list[Any] = []
+    map_arg(arguments, lambda argument: values.append(argument.meta["val"]))
+    return detect_fake_mode(values) or nullcontext()

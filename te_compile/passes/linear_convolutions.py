@@ -1,0 +1,100 @@
+"""Convolutions that are linears: with a kernel of one, and those whose patches do not overlap.
+
+    kernel 1, stride 1                     y[b, n, …] = Σ_c w[n, c] · x[b, c, …]              over the channels
+    stride = kernel, nothing left over     y[b, n, i, j] = Σ w[n, c, p, q] · x[b, c, iP + p, jQ + q]        over patches
+
+The second is how vision transformers cut an image into patches. Neither has padding, dilation or groups. The channels
+come last for the product, and go back behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.plan import Site
+from te_compile.passes.regions import Region
+from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.writing import Writer
+
+_CONVOLUTIONS: tuple[Any, ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def is_convolution(node: Node) -> bool:
+    """Is ``node`` a call of a convolution in one, two or three dimensions?"""
+    return node.op == "call_function" and node.target in _CONVOLUTIONS
+
+
+def _each(option: Any, dimensions: int) -> list[Any]:
+    """An option for each spatial dimension, given once for all or one by one."""
+    given = [*option] if isinstance(option, (tuple, list)) else [option]
+    return given * dimensions if len(given) == 1 else given
+
+
+def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
+    """Does each element of ``x`` take part in one position of the result, with nothing added at the edges?"""
+    dimensions = len(kernel)
+    stride, dilation = (_each(argument(node, i, name, 1), dimensions) for i, name in ((3, "stride"), (5, "dilation")))
+    padding = argument(node, 4, "padding", 0)
+    is_padded = padding != "valid" and any(each != 0 for each in _each(padding, dimensions))
+    if is_padded or argument(node, 6, "groups", 1) != 1 or stride != list(kernel):
+        return False
+    if all(size == 1 for size in kernel):
+        return True
+    sizes = x.shape[2:]
+    divisible = all(isinstance(s, int) and s % k == 0 for s, k in zip(sizes, kernel, strict=True))
+    return divisible and all(each == 1 for each in dilation)
+
+
+def convolution_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """A site for a convolution that is a linear; None for any other."""
+    x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+    value, kernels = value_of(x), value_of(weight)
+    if not isinstance(value, Tensor) or not isinstance(kernels, Tensor) or value.dim() != kernels.dim():
+        return None  # also a single image, which has no batch dimension
+    out_features, *inner = kernels.shape
+    if not all(isinstance(size, int) for size in kernels.shape) or not _is_linear(node, value, inner[1:]):
+        return None
+    try:
+        matrix = weights.matrix(weight, region)
+    except NotAWeightError:
+        return None
+    positions = math.prod(size_hint(size) for size in value_of(node).shape) // max(out_features, 1)
+    features = math.prod(inner), out_features
+    site = Site("", "convolution", region, node, positions, features, x, weight, bias, root_weight=matrix.owner)
+    site.spell = partial(_spelled, kernel=inner[1:], weights=weights)
+    return site
+
+
+def _patches(write: Writer, x: Node, kernel: Sequence[int]) -> Node:
+    """x [B, C, iP + p, jQ + q] as [B, i, j, C · P · Q]; with a kernel of one, the channels last."""
+    dimensions = len(kernel)
+    if all(size == 1 for size in kernel):
+        return write.method("movedim", x, 1, -1)
+    for index, size in enumerate(kernel):
+        place = 2 + 2 * index
+        x = write.method("unflatten", x, place, (value_of(x).shape[place] // size, size))
+    positions = [2 + 2 * index for index in range(dimensions)]
+    x = write.method("permute", x, 0, *positions, 1, *(place + 1 for place in positions))
+    return write.method("flatten", x, 1 + dimensions)
+
+
+def _spelled(site: Site, kernel: Sequence[int], weights: Weights) -> tuple[Node, list[Site]]:
+    """Write the convolution as a linear on its patches; returns the result and the one site."""
+    assert site.x is not None and site.weight is not None
+    write = Writer(site.node)
+    x, weight = _patches(write, site.x, kernel), write.method("flatten", site.weight, 1)
+    linear = write.call(F.linear, x, weight, site.bias)
+    result = write.laid_out_like(write.method("movedim", linear, -1, 1), site.node)
+    spelled = replace(site, node=linear, x=x, spell=None)
+    spelled.multiplies_by(weights.weight(weight, site.region, transposed=False))
+    return result, [spelled]

@@ -1,0 +1,156 @@
+"""Einsums that are linears: ``"bsd,dn->bsn"``, ``"bsd,dhk->bshk"``, ``"bshk,hkd->bsd"``.
+
+An einsum of an activation and a weight is a linear if every letter is one of three kinds: a row (of the activation and
+the result), a feature that is summed over (of both operands, not of the result), a new feature (of the weight and the
+result). Then the weight is a matrix from the summed features to the new ones, whatever the order of the letters. With a
+letter that all three have, an expert's or a head's, it is a batch of products and no linear.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from te_compile.passes.captured_nodes import size_hint, value_of
+from te_compile.passes.plan import Site
+from te_compile.passes.regions import Region
+from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.writing import Writer
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The dimensions of an einsum by their kinds, in the order of the activation, the weight and the result."""
+
+    x: tuple[str, ...]
+    weight: tuple[str, ...]
+    result: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(each for each in self.result if each in self.x)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return tuple(each for each in self.weight if each in self.x)
+
+    @property
+    def new(self) -> tuple[str, ...]:
+        return tuple(each for each in self.weight if each not in self.x)
+
+    def are_a_linear(self) -> bool:
+        named = (self.x, self.weight, self.result)
+        if any(len(set(letters)) != len(letters) for letters in named) or not self.summed or not self.new:
+            return False
+        if set(self.summed) & set(self.result):  # a batch of products
+            return False
+        return set(self.x) == {*self.rows, *self.summed} and set(self.result) == {*self.rows, *self.new}
+
+    def permutation(self, have: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
+        return [have.index(each) for each in wanted]
+
+
+def _terms(equation: str, dimensions: list[int]) -> list[tuple[str, ...]] | None:
+    """The letters of each operand and of the result; an ellipsis becomes numbered dimensions. None if it is unusual."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    given = left.split(",")
+    if not arrow or len(given) != len(dimensions):
+        return None
+    terms, covered = [], 0
+    for term, length in zip(given, dimensions, strict=True):
+        before, dots, after = term.partition("...")
+        extra = length - len(before) - len(after)
+        if extra < 0 or (not dots and extra) or "." in before + after:
+            return None
+        covered = max(covered, extra)
+        # An ellipsis is aligned at its end, as broadcasting is.
+        terms.append((*before, *map(str, range(extra - 1, -1, -1)), *after))
+    before, dots, after = right.partition("...")
+    if covered and not dots:
+        return None
+    return [*terms, (*before, *map(str, range(covered - 1, -1, -1)), *after)]
+
+
+def is_einsum(node: Node) -> bool:
+    """Is ``node`` a call of torch.einsum with an equation?"""
+    return node.op == "call_function" and node.target is torch.einsum and isinstance(node.args[0], str)
+
+
+def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """A site for an einsum that is a linear; None for any other."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = [*operands[0]]
+    values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in operands]
+    if len(operands) != 2 or any(not isinstance(value, Tensor) for value in values):
+        return None
+    terms = _terms(str(equation), [value.dim() for value in values])
+    for place in (1, 0) if terms is not None else ():
+        assert terms is not None
+        letters = _Letters(terms[1 - place], terms[place], terms[2])
+        site = _site_of(region, node, weights, letters, operands[1 - place], operands[place])
+        if site is not None:
+            return site
+    return None
+
+
+def _site_of(region: Region, node: Node, weights: Weights, letters: _Letters, x: Any, weight: Any) -> Site | None:
+    """The einsum as a linear of ``x`` with ``weight``; None if it is none."""
+    shape, x_shape = value_of(weight).shape, value_of(x).shape
+    sizes = dict(zip(letters.weight, shape, strict=True))
+    if not letters.are_a_linear() or any(not isinstance(size, int) for size in shape):
+        return None
+    # Einsum broadcasts dimensions of size one; a linear does not.
+    if any(x_shape[letters.x.index(each)] != sizes[each] for each in letters.summed):
+        return None
+    try:
+        matrix = weights.matrix(weight, region)
+    except NotAWeightError:
+        return None
+    rows = math.prod(size_hint(x_shape[letters.x.index(each)]) for each in letters.rows)
+    features = math.prod(sizes[each] for each in letters.summed), math.prod(sizes[each] for each in letters.new)
+    site = Site("", "einsum", region, node, rows, features, x, weight, root_weight=matrix.owner)
+    site.spell = partial(_spelled, letters=letters, sizes=sizes, weights=weights)
+    return site
+
+
+def _joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:
+    """``node`` with its dimensions in ``order``, then the last ``groups[-1]`` made one, and those before likewise."""
+    if order != sorted(order):
+        node = write.method("permute", node, *order)
+    end = value_of(node).dim()
+    for length in reversed(groups):
+        if length > 1:
+            node = write.method("flatten", node, end - length, end - 1)
+        end -= length
+    return node
+
+
+def _spelled(site: Site, letters: _Letters, sizes: dict[str, int], weights: Weights) -> tuple[Node, list[Site]]:
+    """Write the einsum as a product of x [..., K] with a matrix; returns the result and the one site."""
+    node, (rows, summed, new) = site.node, (letters.rows, letters.summed, letters.new)
+    assert site.x is not None and site.weight is not None
+    write = Writer(node)
+    x = _joined(write, site.x, letters.permutation(letters.x, rows + summed), (len(summed),))
+    # As stored where the weight's letters allow: te::linear reads [K, N] and [N, K] alike.
+    stored_nk = letters.weight == new + summed
+    order = new + summed if stored_nk else summed + new
+    groups = (len(new), len(summed)) if stored_nk else (len(summed), len(new))
+    weight = _joined(write, site.weight, letters.permutation(letters.weight, order), groups)
+    product = write.call(F.linear if stored_nk else torch.matmul, x, weight)
+    result = product
+    if len(new) > 1:
+        result = write.method("unflatten", result, -1, tuple(sizes[each] for each in new))
+    back = letters.permutation(rows + new, letters.result)
+    if back != sorted(back):
+        result = write.method("permute", result, *back)
+    spelled = replace(site, node=product, x=x, spell=None)
+    spelled.multiplies_by(weights.weight(weight, site.region, transposed=not stored_nk))
+    return write.laid_out_like(result, node), [spelled]

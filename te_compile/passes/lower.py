@@ -1,0 +1,244 @@
+"""Turn the selected linears into ``te::`` operators with FP8 state.
+
+The root graph gains, in front: the states as placeholders, one snapshot of all scales, one quantize of all weights, and
+the slots through which gradient amaxes return. Each linear becomes one ``te::linear``. At the end stands the one update
+of all forward states; the backward states' update comes with the slots' gradient. Scales are read from the snapshot, an
+opaque operator's fresh output: reading the state itself would let the compiler save a view of what the update then
+overwrites, and the backward pass would use the wrong scale without a word.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from te_compile.ops.gradient_slots import GRADIENT_SLOTS
+from te_compile.ops.linear import LINEAR, LinearConfig
+from te_compile.ops.quantize import padded
+from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
+from te_compile.ops.weights import QUANTIZE_WEIGHTS, column_places, row_places
+from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.plan import Plan, Site
+from te_compile.passes.weight_expressions import Matrix
+from te_compile.recipe import Recipe
+
+
+@dataclass
+class Signature:
+    """The placeholders that lowering put in front of the graph's own, in order: what the runtime must hand in.
+
+    ``weights``: the root placeholders whose parameters own the states, one forward state each and, when ``training``,
+    one backward state each; ``slots``: the length of the token that follows them, 0 if there is none.
+    """
+
+    weights: list[Node] = field(default_factory=list)
+    training: bool = False
+    slots: int = 0
+    stateful: bool = True
+
+
+@dataclass
+class _Weight:
+    """A quantised matrix on the root graph."""
+
+    codes: Node | None
+    codes_transposed: Node | None
+    scale_inv: Node
+    amax: Node
+
+
+def _new_placeholder(graph: Graph, name: str) -> Node:
+    node = graph.placeholder(name)
+    # No source: Dynamo does not know it. Static address: CUDA graphs must not copy it into a private buffer.
+    node._dynamo_source = None
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return node
+
+
+class _Lowering:
+    """The root graph's side of lowering; one instance a graph."""
+
+    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, training: bool) -> None:
+        self.graph, self.recipe, self.sites = graph, recipe, plan.selected
+        self.weights = list(dict.fromkeys(site.root_weight for site in self.sites if site.root_weight is not None))
+        # One parameter can have several: its slices, or itself and a masked copy. They share its state.
+        matrices = {site.matrix.value: site.matrix for site in self.sites if site.matrix is not None}
+        self.matrices = list(matrices.values())
+        self.signature = Signature(self.weights, training and recipe.stateful, 0, recipe.stateful)
+        self.format, self.rule = recipe.fp8_format, recipe.rule().text()
+        self.forward_states: list[Node] = []
+        self.backward_states: list[Node] = []
+        self.scales: Node | None = None
+        self.slots: Node | None = None
+        self.body = next(n for n in graph.nodes if n.op != "placeholder")
+
+    def call(self, target: Callable[..., Any], *args: Any) -> Node:
+        return self.graph.call_function(target, args)
+
+    def scale(self, row: int) -> Node | None:
+        """Row ``row`` of the snapshot: x and w of each weight in turn, then every weight's gradient."""
+        return None if self.scales is None else self.call(torch.select, self.scales, 0, row)
+
+    def add_states(self) -> None:
+        if not self.recipe.stateful:
+            return
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            self.forward_states = [_new_placeholder(self.graph, f"te_forward_{i}") for i in range(len(self.weights))]
+            if self.signature.training:
+                self.backward_states = [
+                    _new_placeholder(self.graph, f"te_backward_{i}") for i in range(len(self.weights))
+                ]
+                self.signature.slots = len(self.sites)
+                token = _new_placeholder(self.graph, "te_token")
+        self.scales = self.call(SNAPSHOT, self.forward_states + self.backward_states)
+        if self.signature.training:
+            owners = [self.weights.index(site.root_weight) for site in self.sites if site.root_weight is not None]
+            self.slots = self.call(GRADIENT_SLOTS, token, self.backward_states, owners, self.recipe.key())
+
+    def quantize_weights(self) -> dict[Node, _Weight]:
+        """One quantize for all matrices of one dtype and device, and each one's slices of what it gives."""
+        groups: dict[object, list[Matrix]] = {}
+        for matrix in self.matrices:
+            value = value_of(matrix.value)
+            groups.setdefault((value.dtype, value.device), []).append(matrix)
+        copies: dict[Node, Node] = {}
+        quantized = {}
+        for members in groups.values():
+            quantized.update(self._quantize_group(members, copies))
+        return quantized
+
+    def _quantize_group(self, members: list[Matrix], copies: dict[Node, Node]) -> dict[Node, _Weight]:
+        detached = [self.call(torch.detach, matrix.copied(self.graph, copies)) for matrix in members]
+        shapes = [self._padded_shape(matrix) for matrix in members]
+        aligned = [self._pad(*each) for each in zip(detached, members, shapes, strict=True)]
+        scales = None
+        if self.scales is not None:
+            rows = [2 * self.weights.index(matrix.owner) + 1 for matrix in members]
+            whole = rows == list(range(1, 2 * len(self.weights), 2))
+            picked = (slice(1, 2 * len(rows), 2),) if whole else (rows,)
+            scales = self.call(torch.ops.aten.contiguous.default, self.call(operator.getitem, self.scales, picked))
+        rowwise, columnwise = (list(flags) for flags in zip(*map(self._layouts, members), strict=True))
+        out = self.call(QUANTIZE_WEIGHTS, aligned, scales, self.format.forward, rowwise, columnwise, self.rule)
+        codes, transposed, amax, scale_inv = (self.call(operator.getitem, out, i) for i in range(4))
+        sized = [torch.empty(shape, device="meta") for shape in shapes]
+        starts, transposed_starts = row_places(sized, rowwise)[0], column_places(sized, columnwise)[0]
+        quantized = {}
+        for i, (matrix, (height, width)) in enumerate(zip(members, shapes, strict=True)):
+            quantized[matrix.value] = _Weight(
+                self._slice(codes, starts[i], height, width),
+                self._slice(transposed, transposed_starts[i], width, height),
+                self.call(torch.select, self.call(torch.select, scale_inv, 0, i), 0, 0),
+                self.call(torch.select, amax, 0, i),
+            )
+        return quantized
+
+    def _padded_shape(self, matrix: Matrix) -> tuple[int, int]:
+        rows, columns = value_of(matrix.value).shape
+        return padded(rows), padded(columns)
+
+    def _pad(self, weight: Node, matrix: Matrix, shape: tuple[int, int]) -> Node:
+        """``weight`` with zeros up to the sizes that FP8 products take, itself where it has them."""
+        more_rows, more_columns = (new - old for new, old in zip(shape, value_of(matrix.value).shape, strict=True))
+        if not more_rows and not more_columns:
+            return weight
+        return self.call(F.pad, weight, (0, more_columns, 0, more_rows))
+
+    def _layouts(self, matrix: Matrix) -> tuple[bool, bool]:
+        """Which copies of a matrix its products read: (as stored, transposed). dgrad alone reads the second one."""
+        uses = [site for site in self.sites if site.matrix is not None and site.matrix.value is matrix.value]
+        forward = {site.transposed for site in uses}
+        # Inside a checkpointed body the example values do not say what will require a gradient.
+        dgrad = {
+            not site.transposed
+            for site in uses
+            if torch.is_grad_enabled() and (site.region.parent is not None or value_of(site.x).requires_grad)
+        }
+        return False in forward | dgrad, True in forward | dgrad
+
+    def _slice(self, flat: Node, start: int | None, rows: int, columns: int) -> Node | None:
+        if start is None:
+            return None
+        part = self.call(torch.ops.aten.slice.Tensor, flat, 0, start, start + rows * columns)
+        return self.call(torch.ops.aten.view.default, part, [rows, columns])
+
+    def update(self, amaxes: dict[Node, list[Node]], quantized: dict[Node, _Weight]) -> None:
+        """The one update of all forward states, last in the graph."""
+        values = []
+        for weight in self.weights:
+            of_matrices = [quantized[matrix.value].amax for matrix in self.matrices if matrix.owner is weight]
+            values += [self._largest(amaxes[weight]), self._largest(of_matrices)]
+        self.call(UPDATE_SCALES, self.forward_states, values, "forward", self.recipe.key())
+
+    def _largest(self, amaxes: list[Node]) -> Node:
+        largest, *others = amaxes
+        for other in others:
+            largest = self.call(torch.maximum, largest, other)
+        return largest
+
+
+def _lower_site(
+    site: Site,
+    weight: _Weight,
+    scales: tuple[Node | None, Node | None, Node | None],
+    config: str,
+    became: dict[Node, Node],
+) -> Node:
+    """Replace the site's node by ``te::linear`` in its own region; returns the root's node of the amax of x.
+
+    ``became`` maps linears lowered before to their results: one linear may read another's.
+    """
+    region, node = site.region, site.node
+    x, bias = (became.get(operand, operand) if operand is not None else None for operand in (site.x, site.bias))
+    assert site.weight is not None
+    # The weight that a body reads as ``weight.T`` may have been transposed before the body.
+    stored = site.weight if site.weight.graph is region.graph else region.bring_in(site.weight)
+    operands = [weight.codes, weight.codes_transposed, weight.scale_inv, *scales]
+    brought = [None if operand is None else region.bring_in(operand) for operand in operands]
+    with region.graph.inserting_before(node):
+        out = region.graph.call_function(LINEAR, (x, stored, bias, *brought, value_of(node).dtype, config))
+        y = region.graph.call_function(operator.getitem, (out, 0))
+        amax = region.graph.call_function(operator.getitem, (out, 1))
+    for new in (out, y):
+        new.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
+    y.meta["example_value"] = node.meta["example_value"]
+    node.replace_all_uses_with(y)
+    region.graph.erase_node(node)
+    became[node], site.node = y, out
+    return region.send_out(amax)
+
+
+def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool) -> Signature:
+    """Rewrite every selected site of ``plan``; returns the inputs that the graph now wants."""
+    if not plan.selected:
+        return Signature(stateful=recipe.stateful)
+    work = _Lowering(graph, plan, recipe, training)
+    # Linears that read one value share its scale, so that it is quantised once.
+    first_reader: dict[Node, int] = {}
+    with graph.inserting_before(work.body):
+        work.add_states()
+        quantized = work.quantize_weights()
+        scales = []
+        for use, site in enumerate(work.sites):
+            assert site.root_weight is not None and site.x is not None
+            own = work.weights.index(site.root_weight)
+            shared = first_reader.setdefault(site.x, own)
+            gradient = work.scale(2 * len(work.weights) + own) if work.signature.training else None
+            slot = None if work.slots is None else work.call(torch.select, work.slots, 0, use)
+            scales.append((work.scale(2 * shared), gradient, slot))
+    amaxes: dict[Node, list[Node]] = {}
+    became: dict[Node, Node] = {}
+    for site, operands in zip(work.sites, scales, strict=True):
+        assert site.root_weight is not None and site.matrix is not None
+        config = LinearConfig(site.name, work.format.forward, work.format.backward, work.rule, site.transposed)
+        amax = _lower_site(site, quantized[site.matrix.value], operands, config.text(), became)
+        amaxes.setdefault(site.root_weight, []).append(amax)
+    if work.signature.training:
+        with graph.inserting_before(graph.output_node()):
+            work.update(amaxes, quantized)
+    return work.signature

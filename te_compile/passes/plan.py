@@ -1,0 +1,114 @@
+"""What was decided about each linear of a captured graph, and why: the record that reports and strict mode read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch.fx import Node
+from torch.nn import Parameter
+
+from te_compile.ops.quantize import padded
+from te_compile.passes.regions import Region
+from te_compile.passes.weight_expressions import Matrix, Weight
+
+
+class Cause(Enum):
+    """Why a linear stays in high precision."""
+
+    USER = "asked for by an option"
+    RULE = "left alone by rule"
+    UNSUPPORTED = "not supported"
+
+
+class StrictError(RuntimeError):
+    """``strict=True`` and something would run in high precision because te_fp8 does not support it."""
+
+
+@dataclass
+class Site:
+    """One linear of the graph: where it is, what it multiplies and what becomes of it.
+
+    ``tokens`` is M, the rows of x (a hint where the size is symbolic); ``features`` is (in, out). ``matrix`` is what is
+    quantised and ``root_weight`` the root placeholder of the parameter behind it, for sites that can be lowered.
+    ``linears`` is how many equal ones the node computes. ``spell`` writes them out as plain products, for a node that
+    is none, and returns the node of the result and their sites. ``reason`` is empty for ``status`` "fp8".
+    """
+
+    name: str
+    form: str
+    region: Region
+    node: Node
+    tokens: int
+    features: tuple[int, int]
+    x: Node | None = None
+    weight: Node | None = None
+    bias: Node | None = None
+    transposed: bool = False
+    root_weight: Node | None = None
+    matrix: Matrix | None = None
+    linears: int = 1
+    spell: Callable[[Site], tuple[Node, list[Site]]] | None = None
+    reason: str = ""
+    cause: Cause | None = None
+
+    @property
+    def status(self) -> str:
+        """ "fp8" or "kept"."""
+        return "kept" if self.cause else "fp8"
+
+    @property
+    def flops(self) -> int:
+        """Forward floating-point operations: two per multiply-add."""
+        return 2 * self.tokens * self.features[0] * self.features[1] * self.linears
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """The (in, out) features that FP8 adds, all zero, to reach multiples of 16."""
+        in_features, out_features = self.features
+        return padded(in_features) - in_features, padded(out_features) - out_features
+
+    def multiplies_by(self, weight: Weight) -> None:
+        """Take ``weight`` as this linear's own."""
+        self.weight, self.transposed = weight.operand, weight.transposed
+        self.matrix, self.root_weight = weight.matrix, weight.matrix.owner
+
+    def keep(self, cause: Cause, reason: str) -> None:
+        """Leave this linear in high precision; the first reason given stands."""
+        if self.cause is None:
+            self.cause, self.reason = cause, reason
+
+
+@dataclass
+class Plan:
+    """All linears of one captured graph. ``parameters`` maps root placeholders to what the user's model holds there."""
+
+    sites: list[Site] = field(default_factory=list)
+    parameters: dict[Node, Parameter] = field(default_factory=dict)
+
+    @property
+    def selected(self) -> list[Site]:
+        """The sites that run in FP8."""
+        return [site for site in self.sites if site.status == "fp8"]
+
+    @property
+    def fp8_flops_fraction(self) -> float:
+        """Share of the eligible linear FLOPs that run in FP8; linears kept by rule or by the user are not eligible."""
+        eligible = sum(site.flops for site in self.sites if site.cause in (None, Cause.UNSUPPORTED))
+        return sum(site.flops for site in self.selected) / eligible if eligible else 1.0
+
+    def require_all_supported(self) -> None:
+        """Raise StrictError if anything stays in high precision for want of support."""
+        lacking = [site for site in self.sites if site.cause is Cause.UNSUPPORTED]
+        if lacking:
+            raise StrictError(
+                f"strict=True: {len(lacking)} linear(s) cannot run in FP8:\n{describe(lacking)}\n"
+                "Exclude them by name with exclude=[...], or drop strict to leave them in high precision."
+            )
+
+
+def describe(sites: Sequence[Site]) -> str:
+    """One line per site: name, shape and reason."""
+    lines = (f"  {s.name} {s.form} {s.features[0]}→{s.features[1]}: {s.reason}" for s in sites)
+    return "\n".join(lines)

@@ -1,0 +1,34 @@
+"""Ask each quantize only for the layouts that somebody reads.
+
+Lowering asks for both, because only the joint graph shows what is read: no transposed copy in inference, none of x for
+a frozen weight, no row-major copy of a gradient whose input wants none.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from te_compile.passes.arguments import arguments_of, is_te, operator_of, refresh_value, result, set_arguments
+
+_PRODUCERS = ("quantize", "fused_quantize", "norm_quantize")
+_FLAT = {"rowwise": 0, "columnwise": 1}
+"""An operator that returns one list puts q and qt first."""
+
+
+def prune_outputs(graph: Graph) -> int:
+    """Clear ``rowwise`` / ``columnwise`` where q / qt has no reader; returns how many layouts were dropped."""
+    graph.eliminate_dead_code()
+    dropped = 0
+    for node in graph.nodes:
+        if not any(is_te(node, name) for name in _PRODUCERS):
+            continue
+        op, arguments = operator_of(node), arguments_of(node)
+        assert op is not None
+        names = [returned.name or "" for returned in op._schema.returns]
+        indices = {"rowwise": names.index("q"), "columnwise": names.index("qt")} if "q" in names else _FLAT
+        unread = {flag: False for flag, i in indices.items() if arguments[flag] and not result(node, i)}
+        if unread:
+            set_arguments(node, **unread)
+            refresh_value(node)
+            dropped += len(unread)
+    return dropped

@@ -1,0 +1,402 @@
+"""Turn attention that a model spells out into ``F.scaled_dot_product_attention``.
+
+    scores = q @ k.mT * scale (+ bias or mask)            or bmm, baddbmm, einsum, the scale on q, a division, in place
+    weights = dropout(softmax(scores, float32).to(…))
+    result = weights @ v
+
+In high precision this reads and writes [B, H, S, S] half a dozen times and is the slowest part of a model whose linears
+run in FP8; the fused kernels never store it. The rewrite is for attention that is *exactly* this one. Scores that go
+through a tanh, weights that somebody else reads, a factor for each head after softmax: all of it stays, with the reason
+as ``meta[STAYS]`` on the softmax.
+
+A row that a mask hides entirely needs care. Adding the smallest number swallows its scores, so that it looks everywhere
+alike, where a bool mask would give zeros; and what a fused kernel keeps of such a row for backward is swallowed too. So
+what was added stays added, and in such a row the mask is shifted up to zero and the query is set to zero: the same
+uniform weights, and the gradients of what is computed. (Autograd would send queries and keys gradients of scores that
+have no influence there; they get none.) A mask that provably hides no row is used as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_compile.passes.attention_scores import (
+    Addend,
+    Factor,
+    Fill,
+    NotAttentionError,
+    Scores,
+    Step,
+    is_zero_or_hidden,
+    may_hide,
+    number_in,
+    same_sizes,
+    scores_behind,
+)
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
+from te_compile.passes.contractions import Contraction, Operand, contractions_of
+from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.fold_masks import SWALLOWS, hides_no_row
+from te_compile.passes.side_effects import undisturbed
+from te_compile.passes.writing import Writer
+
+RECOGNISED = "te_recognised_attention"
+"""Meta key of an attention that a model had spelled out."""
+
+STAYS = "te_attention_stays"
+"""Meta key of a softmax: why the attention around it was left as the model wrote it."""
+
+_RESHAPES = ("view", "reshape", "unflatten", "flatten")
+_ANY_LAYOUT = ("contiguous", "reshape", "flatten", "linear", "matmul", "clone")  # what takes any strides
+
+
+@dataclass
+class _Found:
+    """Attention as the model wrote it: scores, softmax, and the way of the weights to their product with the values."""
+
+    softmax: Node
+    scores: Scores
+    output: Node
+    product: Contraction
+    dropout: float
+    nodes: list[Node] = field(default_factory=list)
+
+
+def _is_softmax(node: Node) -> bool:
+    if called(node) != "softmax" or not is_tensor(node) or not is_tensor(node.args[0] if node.args else None):
+        return False
+    dtype = argument(node, 3, "dtype") if node.target is F.softmax else argument(node, 2, "dtype")
+    wide = dtype is None or dtype.is_floating_point
+    return wide and argument(node, 1, "dim") in (-1, value_of(node).dim() - 1)
+
+
+def _dropout_of(node: Node) -> float | None:
+    """The probability with which ``node`` drops elements, None if that is not what it does."""
+    if node.target is not F.dropout and node.target is not torch.dropout:
+        return None
+    p, training = argument(node, 1, "p", 0.5), argument(node, 2, "training", node.kwargs.get("train", True))
+    if not isinstance(p, (int, float)) or not isinstance(training, bool):
+        return None
+    return float(p) if training else 0.0
+
+
+def _keeps_rows(node: Node, source: Node) -> bool:
+    """Does ``node`` do nothing to ``source`` but view batch and heads in one dimension or in two?"""
+    known = node.op == "call_method" and node.target in _RESHAPES and source in node.args[:1]
+    return known and same_sizes(value_of(node).shape[-2:], value_of(source).shape[-2:])
+
+
+def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
+    """(the product of the weights with the values, as a contraction, dropout, the nodes between)."""
+    weights, dropout, nodes = softmax, 0.0, [softmax]
+    while True:
+        if len(weights.users) != 1:
+            raise NotAttentionError("its weights are read elsewhere too")
+        user = next(iter(weights.users))
+        for product in contractions_of(user):
+            if product.left.node is weights and product.left.is_plain and product.addend is None:
+                return user, product, dropout, [*nodes, user]
+        p = _dropout_of(user)
+        if p and dropout:
+            raise NotAttentionError("its weights are dropped twice")
+        is_harmless = is_cast(user) and value_of(user).is_floating_point()
+        if p is None and not is_harmless and not (is_tensor(user) and _keeps_rows(user, weights)):
+            raise NotAttentionError(f"its weights go through {called(user)} before they meet the values")
+        dropout = p or dropout
+        weights = user
+        nodes.append(user)
+
+
+def _found(softmax: Node) -> _Found | None:
+    """The attention around ``softmax``, None if nothing about it looks like one; raises where it is an unusual one."""
+    problems = []
+    scores = output = None
+    try:
+        scores = scores_behind(softmax.args[0])
+        if isinstance(softmax.args[0], Node) and len(softmax.args[0].users) > 1:
+            problems.append("its scores are read elsewhere too")
+    except NotAttentionError as error:
+        problems.append(str(error))
+    try:
+        output = _output_of(softmax)
+    except NotAttentionError as error:
+        problems.append(str(error))
+    if scores is None and output is None:
+        return None
+    if scores is None or output is None or problems:
+        raise NotAttentionError(problems[0])
+    node, product, dropout, after = output
+    found = _Found(softmax, scores, node, product, dropout, [*scores.nodes, *after])
+    if product.alpha != 1.0:
+        raise NotAttentionError("its result is scaled")
+    beside = [step.tensor for step in scores.steps if isinstance(step, Addend)]
+    beside += [step.where for step in scores.steps if isinstance(step, Fill)]
+    beside += [step.by for step in scores.steps if isinstance(step, Factor) and isinstance(step.by, Node)]
+    reads = (scores.product.left.node, scores.product.right.node, product.right.node, *beside)
+    if not undisturbed(scores.nodes[0], node, found.nodes, reads):
+        raise NotAttentionError("something is changed in place, or gradients or autocast are switched, inside it")
+    return found
+
+
+@dataclass
+class _Rewriter:
+    """Writes one attention anew. ``batch``: batch and heads, None where the model has them in one dimension alone."""
+
+    found: _Found
+    write: Writer
+    dtype: torch.dtype
+    batch: tuple[Any, Any] | None
+
+    # --- operands, all [B, H, …, …] ---
+
+    def _readable(self, node: Node) -> bool:
+        """Can what ``node`` is made from be read in its place, where the new attention stands?"""
+        return undisturbed(node, self.found.output, self.found.nodes, node.all_input_nodes)
+
+    def _stripped(self, operand: Operand) -> tuple[Operand, float]:
+        """``operand`` from before its transpositions, its scale and its widening, and that scale."""
+        factor = 1.0
+        while True:
+            operand = operand.before_transpositions(self._readable)
+            node = operand.node
+            if not self._readable(node) or node.op not in ("call_function", "call_method"):
+                return operand, factor
+            number = number_in(node.args[1]) if len(node.args) == 2 and len(node.users) == 1 else None
+            is_scaled = number and is_tensor(node.args[0]) and not node.kwargs
+            if is_scaled and node.target in (operator.mul, torch.mul, "mul") and self._same_shape(node):
+                factor *= number or 1.0
+            elif is_scaled and node.target in (operator.truediv, torch.div, "div") and self._same_shape(node):
+                factor /= number or 1.0
+            elif not (is_cast(node) and value_of(node.args[0]).dtype == self.dtype):
+                return operand, factor
+            source = node.args[0]
+            assert isinstance(source, Node)
+            operand = Operand(source, operand.order)
+
+    def _same_shape(self, node: Node) -> bool:
+        return same_sizes(value_of(node).shape, value_of(node.args[0]).shape)
+
+    def _sizes(self) -> list[int]:
+        """The batch as arguments of a view: at most one size may be symbolic."""
+        assert self.batch is not None
+        sizes = [size if isinstance(size, int) else -1 for size in self.batch]
+        if sizes.count(-1) > 1:
+            raise NotAttentionError("batch and heads are both of symbolic size")
+        return sizes
+
+    def _split(self, x: Node) -> Node:
+        """``x`` [B·H, …, …] with heads of their own: what it is a view of, if that has them."""
+        if self.batch is None:
+            return self.write.method("unsqueeze", x, 1)
+        if x.op == "call_method" and x.target in ("view", "reshape", "flatten") and is_tensor(x.args[0]):
+            source = x.args[0]
+            assert isinstance(source, Node)
+            if same_sizes(value_of(source).shape, (*self.batch, *value_of(x).shape[-2:])) and self._readable(x):
+                return source
+        return self.write.method("unflatten", x, 0, self._sizes())
+
+    def _operand(self, operand: Operand) -> Node:
+        x = operand.written(self.write)
+        dimensions = value_of(x).dim()
+        if dimensions == 3:
+            return self._split(x)
+        if dimensions != 4 or self.batch is None:
+            raise NotAttentionError(f"its operands have {dimensions} dimensions")
+        sizes = value_of(x).shape[:2]
+        if same_sizes(sizes, self.batch):
+            return x
+        wanted = [-1 if statically_known_true(a == b) else b for a, b in zip(sizes, self.batch, strict=True)]
+        if not all(isinstance(size, int) for size in wanted):
+            raise NotAttentionError("a batch of symbolic size is broadcast")
+        return self.write.method("expand", x, *wanted, -1, -1)
+
+    def _beside_scores(self, x: Node, dimensions: int) -> Node:
+        """A mask, bias or factor as it broadcasts to scores [B, H, Q, K]; it met scores of ``dimensions``."""
+        value = value_of(x)
+        if dimensions == 3 and value.dim() == 3 and not statically_known_true(value.shape[0] == 1):
+            return self._split(x)
+        if dimensions not in (3, 4):
+            raise NotAttentionError(f"its scores have {dimensions} dimensions")
+        for _ in range(4 - value.dim()):
+            x = self.write.method("unsqueeze", x, 0)
+        return x
+
+    # --- the steps from product to softmax, told to queries and to a bias ---
+
+    def _fitted(self, bias: Node) -> Node:
+        """``bias`` in the dtype of the attention, where that changes nothing that it says."""
+        dtype = value_of(bias).dtype
+        if not dtype.is_floating_point:
+            raise NotAttentionError("what is added to its scores is no floating-point tensor")
+        if self.dtype == torch.float16 and may_hide(bias):
+            raise NotAttentionError("adding a mask in float16 does not swallow the scores that it hides")
+        if dtype == self.dtype:
+            return bias
+        if dtype.itemsize > self.dtype.itemsize:
+            if not is_zero_or_hidden(bias):
+                raise NotAttentionError(f"a bias in {dtype} would be rounded to {self.dtype}")
+            bias = self.write.method("clamp", bias, min=torch.finfo(self.dtype).min)
+        return self.write.method("to", bias, self.dtype)
+
+    def _scaled(self, x: Node, factor: Factor) -> Node:
+        by = factor.by
+        if isinstance(by, Node) and value_of(by).dim():
+            by = self._beside_scores(by, value_of(self.found.scores.nodes[-1]).dim())
+        return self.write.call(operator.truediv if factor.divides else operator.mul, x, by)
+
+    def _added(self, bias: Node | None, step: Addend) -> Node:
+        new = self._beside_scores(self._fitted(step.tensor), step.dimensions)
+        if bias is None:
+            return self.write.call(operator.neg, new) if step.negative else new
+        return self.write.call(operator.sub if step.negative else operator.add, bias, new)
+
+    def _filled(self, bias: Node | None, step: Fill) -> Node:
+        if value_of(step.where).dtype != torch.bool:
+            raise NotAttentionError("its scores are overwritten where a tensor that is not bool says so")
+        where = self._beside_scores(step.where, step.dimensions)
+        hidden = self.write.call(operator.invert, where) if step.inverted else where
+        if bias is None:
+            bias = self.write.call(torch.zeros_like, hidden, dtype=self.dtype)
+        # A number that hides becomes the one that swallows any score it is added to.
+        value = step.value if step.value == -math.inf else torch.finfo(self.dtype).min
+        return self.write.method("masked_fill", bias, hidden, value)
+
+    def attention(self) -> Node:
+        """The new attention, [B, H, Q, V]."""
+        product = self.found.scores.product
+        left, scale = self._stripped(product.left)
+        right, factor = self._stripped(product.right.swapped())
+        scale *= factor * product.alpha
+        query, key = self._operand(left), self._operand(right)
+        value = self._operand(self.found.product.right.before_transpositions(self._readable))
+        bias = hiding = None
+        for step in self.found.scores.steps:
+            if isinstance(step, Factor):
+                if isinstance(step.by, Node):
+                    query = self._scaled(query, step)
+                else:
+                    scale = scale / step.by if step.divides else scale * step.by
+            hides = isinstance(step, Fill) or (isinstance(step, Addend) and may_hide(step.tensor))
+            is_same = hiding is bias
+            bias = self._stepped(bias, step)
+            if is_same and (hides or isinstance(step, Factor)):
+                hiding = bias
+            elif hides or isinstance(step, Factor):
+                hiding = self._stepped(hiding, step)
+        if bias is not None and hiding is not None and not hides_no_row(hiding):
+            query, bias = self._guarded(query, bias, hiding)
+        if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
+            raise NotAttentionError("its bias is the same for every key")
+        dropout = self.found.dropout
+        return self.write.call(
+            F.scaled_dot_product_attention, query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
+        )
+
+    def _stepped(self, bias: Node | None, step: Step) -> Node | None:
+        """``bias`` after ``step``; None while there is nothing to add to the scores."""
+        if isinstance(step, Addend):
+            return self._added(bias, step)
+        if isinstance(step, Fill):
+            return self._filled(bias, step)
+        return None if bias is None else self._scaled(bias, step)
+
+    def _guarded(self, query: Node, bias: Node, hiding: Node) -> tuple[Node, Node]:
+        """Both for rows that ``hiding``, which is part of ``bias``, hides entirely: they look everywhere alike."""
+        peak = self.write.method("amax", hiding, -1, True)
+        rows = self.write.call(operator.le, peak, SWALLOWS)
+        shifted = self.write.call(operator.sub, bias, peak)
+        guarded = self.write.call(torch.where, rows, shifted, bias)
+        return self.write.method("masked_fill", query, rows, 0.0), guarded
+
+
+def _batch(found: _Found) -> tuple[Any, Any] | None:
+    """Batch and heads as two sizes, wherever the model has them apart."""
+    candidates: list[Node] = [*found.nodes, *found.output.users]
+    operands = (found.scores.product.left.node, found.scores.product.right.node, found.product.right.node)
+    for operand in operands:
+        if operand.op == "call_method" and operand.target in ("view", "reshape", "flatten"):
+            source = operand.args[0]
+            if is_tensor(source) and _keeps_rows(operand, source):
+                candidates.append(source)
+    for node in candidates:
+        value = value_of(node)
+        is_view = node not in found.output.users or _keeps_rows(node, found.output)
+        if isinstance(value, Tensor) and value.dim() == 4 and is_view:
+            return value.shape[0], value.shape[1]
+    return None
+
+
+def _takes_any_layout(node: Node) -> bool:
+    """Is every use of ``node`` one that does not care about strides?"""
+    return all(
+        (called(user) in ("transpose", "permute", "swapaxes") and _takes_any_layout(user))
+        or called(user) in _ANY_LAYOUT
+        for user in node.users
+    )
+
+
+def _rewrite(found: _Found) -> None:
+    """Put the new attention where the model's result stood; raises, and changes nothing, where it would be another."""
+    old, write = found.output, Writer(found.output)
+    try:
+        new = _Rewriter(found, write, value_of(old).dtype, _batch(found)).attention()
+        joined = write.method("flatten", new, 0, 1) if value_of(old).dim() == 3 else new
+        result = Operand(joined, found.product.result).written(write)
+        # Autocast that begins inside the graph is not in force here; what it casts would come out in another dtype.
+        if value_of(result).dtype != value_of(old).dtype or not same_sizes(value_of(result).shape, value_of(old).shape):
+            raise NotAttentionError("its operands are of several dtypes or shapes")
+    except (NotAttentionError, RuntimeError, TypeError, ValueError) as error:
+        write.take_back()
+        raise NotAttentionError(str(error).partition("\n")[0]) from error
+    new.meta[RECOGNISED] = True
+    for user in list(old.users):
+        if _keeps_rows(user, old) and same_sizes(value_of(user).shape, value_of(new).shape):
+            _replace(write, user, new)
+            old.graph.erase_node(user)
+    _replace(write, old, result)
+    for node in [*reversed(write.written), *reversed(found.nodes)]:
+        if not node.users:
+            old.graph.erase_node(node)
+    for operand in (found.scores.product.left, found.scores.product.right, found.product.right):
+        _erase_unused(operand.node)
+
+
+def _erase_unused(node: Node) -> None:
+    """Erase ``node`` and what it alone was made from, as far as that is a view, a scale or a cast."""
+    while node.op in ("call_function", "call_method") and not node.users and not writes(node):
+        source = node.args[0]
+        node.graph.erase_node(node)
+        if not isinstance(source, Node):
+            return
+        node = source
+
+
+def _replace(write: Writer, old: Node, new: Node) -> None:
+    """``new`` for ``old``, which was contiguous, as a view of it may need."""
+    if old.users:
+        old.replace_all_uses_with(new if _takes_any_layout(old) else write.method("contiguous", new))
+
+
+def recognise_attention(graph: Graph) -> int:
+    """Replace attention that is spelled out by ``F.scaled_dot_product_attention``; returns how many times."""
+    count = 0
+    for softmax in list(graph.nodes):
+        if not _is_softmax(softmax):
+            continue
+        try:
+            found = _found(softmax)
+            if found is not None:
+                _rewrite(found)
+                count += 1
+        except NotAttentionError as why:
+            softmax.meta[STAYS] = str(why)
+    return count

@@ -1,0 +1,177 @@
+"""Decide which linears run in FP8, and for every other one, why not.
+
+Nothing is rewritten here. Each rule is a function from a site to the reason it must stay in high precision; the first
+that speaks decides. Three kinds of reason are kept apart, because strict mode objects to one of them alone: the user
+asked for it, a rule protects the model's quality or speed, or te_fp8 lacks support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from te_compile.ops.quantize import ALIGNMENT
+from te_compile.ops.registry import Target
+from te_compile.options import Options
+from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.plan import Cause, Plan, Site
+from te_compile.passes.speed import gain_microseconds
+from te_compile.passes.weight_expressions import DTYPES
+
+Verdict = tuple[Cause, str] | None
+
+_HEAD_NAMES = {
+    "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
+    "prediction_head", "out_proj_logits",
+}  # fmt: skip
+_LOSSES = {F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd}
+_LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
+_SAME_VALUES = {
+    "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
+    "getitem", "bfloat16", "half", "movedim", "unflatten",
+}  # fmt: skip
+_ROUTING = {"topk", "sigmoid", "softmax", "one_hot", "scatter", "sort", "argmax"}
+
+
+def _target_name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> Iterator[Node]:
+    """Every user of ``node``, and of the values for which ``through`` holds on the way."""
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < limit:
+        for user in waiting.pop().users:
+            if user not in seen:
+                seen.add(user)
+                yield user
+                if through(user):
+                    waiting.append(user)
+
+
+def _keeps_values(node: Node) -> bool:
+    return _target_name(node) in _SAME_VALUES
+
+
+def by_user(site: Site, options: Options) -> Verdict:
+    """``include`` and ``exclude``."""
+    reason = options.why_excluded(site.name, site)
+    return (Cause.USER, reason) if reason else None
+
+
+def by_head(site: Site, options: Options) -> Verdict:
+    """The projection to logits: its errors reach the loss directly."""
+    if options.lm_head:
+        return None
+    last = site.name.rpartition(".")[2]
+    weight = site.root_weight or site.weight
+    tied = weight is not None and any(user.target in (F.embedding, torch.embedding) for user in weight.users)
+    if tied:
+        why = "its weight is tied to an embedding"
+    elif last in _HEAD_NAMES or site.name.endswith("predictions.decoder"):
+        why = f"its name ends in {last!r}"
+    elif any(user.target in _LOSSES for user in _reached(site.node, _keeps_values)):
+        why = "its result goes into the loss"
+    else:
+        return None
+    return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"
+
+
+def by_router(site: Site, options: Options) -> Verdict:
+    """Routers pick experts: a small error flips a discrete choice."""
+    reached = _reached(site.node, lambda node: _keeps_values(node) or _target_name(node) in _ROUTING)
+    names = {_target_name(user) for user in reached}
+    if "topk" in names and site.features[1] <= 1024:
+        return Cause.RULE, "a router: its result picks experts, and FP8 rounding would change the pick"
+    return None
+
+
+def by_dtype(site: Site, options: Options) -> Verdict:
+    """FP8 copies are made of the three floating dtypes that models compute in."""
+    for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            return Cause.UNSUPPORTED, f"its {what} has no known dtype and shape"
+        if value.dtype not in DTYPES:
+            return Cause.UNSUPPORTED, f"its {what} is {value.dtype}; FP8 takes bfloat16, float16 or float32"
+    return None
+
+
+def by_size(site: Site, options: Options) -> Verdict:
+    """A feature length below 16, the least that FP8 products take, would be mostly padding."""
+    for what, size in zip(("in_features", "out_features"), site.features, strict=True):
+        if size < ALIGNMENT:
+            why = f"FP8 products take {ALIGNMENT} at least, so that much of it would be padding"
+            return Cause.RULE, f"too narrow for FP8: {what}={size}, and {why}"
+    return None
+
+
+def by_shape(site: Site, options: Options) -> Verdict:
+    """Features must be known when the graph is compiled; the number of rows is free."""
+    if value_of(site.x).dim() == 0 or any(not isinstance(size, int) for size in value_of(site.weight).shape):
+        return Cause.UNSUPPORTED, "its features are not a fixed number"
+    return None
+
+
+def by_device(site: Site, options: Options) -> Verdict:
+    """A GPU with FP8 tensor cores, or the CPU, which computes the same through reference operators."""
+    devices = {value_of(node).device for node in (site.x, site.weight)}
+    if len(devices) > 1:
+        return Cause.UNSUPPORTED, f"its input and weight are on different devices: {sorted(map(str, devices))}"
+    target = Target.of(devices.pop())
+    if target.device == "cpu":
+        return None
+    if target.device != "cuda":
+        return Cause.UNSUPPORTED, f"te_fp8 runs on CUDA GPUs and on the CPU, not on {target.device!r}"
+    if target.capability is not None and target.capability < (8, 9):
+        have = ".".join(map(str, target.capability))
+        return Cause.UNSUPPORTED, f"FP8 tensor cores need compute capability 8.9 or newer; this GPU has {have}"
+    return None
+
+
+def by_cost(site: Site, options: Options) -> Verdict:
+    """On a GPU, a linear that FP8 would make slower; off on a CPU, where FP8 is about meaning and never about speed."""
+    value = value_of(site.x)
+    if not options.cost_model or value.device.type != "cuda":
+        return None
+    training = torch.is_grad_enabled()
+    gain = gain_microseconds(site.tokens, *site.features, padding=site.padding, training=training)
+    if gain >= 0:
+        return None
+    size = f"{site.tokens}×{site.features[0]}×{site.features[1]}"
+    loss = f"{size} would be about {-gain:.0f} µs slower in FP8"
+    return Cause.RULE, f"too small to gain: {loss}; cost_model=False forces it"
+
+
+RULES = (by_user, by_head, by_router, by_size, by_dtype, by_shape, by_device, by_cost)
+"""Asked in this order: what the user said first, support before speed."""
+
+_WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)
+"""Rules that would keep a linear in high precision even if te_fp8 supported it."""
+
+
+def select_linears(plan: Plan, options: Options) -> int:
+    """Give every site of ``plan`` its verdict; returns how many go to FP8."""
+    for site in plan.sites:
+        for rule in RULES:
+            if site.cause is not None and rule not in _WHATEVER_THE_SUPPORT:
+                break
+            verdict = rule(site, options)
+            if verdict is not None:
+                site.cause, site.reason = verdict
+                break
+    _one_device(plan)
+    return len(plan.selected)
+
+
+def _one_device(plan: Plan) -> None:
+    """Keep what is not on the first linear's device: a graph's states are updated together, by one kernel."""
+    devices = [value_of(site.weight).device for site in plan.selected]
+    for site in plan.selected:
+        device = value_of(site.weight).device
+        if device != devices[0]:
+            site.keep(Cause.UNSUPPORTED, f"on {device}, while this graph's first FP8 linear is on {devices[0]}")

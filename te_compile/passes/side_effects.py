@@ -1,0 +1,93 @@
+"""What a node of Dynamo's graph does besides computing its value: write into a tensor, or switch gradients or autocast.
+
+A pass that gathers several nodes into one, or reads a tensor later than the model did, must know what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch.fx import Node
+
+from te_compile.passes.captured_nodes import argument, called, writes
+
+_BORDERS = {
+    torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast,
+}  # fmt: skip
+_ALIASES = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "transpose", "swapaxes",
+    "permute", "contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "getitem", "narrow",
+    "select", "chunk", "split", "unbind", "detach", "t", "view_as", "dropout", "movedim", "diagonal", "unfold",
+}  # fmt: skip
+
+
+def _may_be_view(node: Node) -> bool:
+    """May ``node`` share the memory of its first argument?"""
+    return node.target is getattr or called(node) in _ALIASES
+
+
+def is_border(node: Node) -> bool:
+    """Does ``node`` switch gradients or autocast on or off?"""
+    return node.target in _BORDERS
+
+
+def may_change(node: Node) -> bool:
+    """Does anything write into ``node``, or into what may be a view of it?"""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if writes(user):
+                return True
+            if _may_be_view(user) and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def memory_of(node: Node) -> Node:
+    """The node whose memory ``node`` may share: what it is a view of, or writes into, however often."""
+    while node.op in ("call_function", "call_method") and (writes(node) or _may_be_view(node)):
+        source = argument(node, 0, "input")
+        if not isinstance(source, Node):
+            break
+        node = source
+    return node
+
+
+def _written(node: Node) -> Node | None:
+    """The memory that ``node`` writes into; None if it is not known."""
+    target = node.kwargs.get("out", argument(node, 0, "input"))
+    return memory_of(target) if isinstance(target, Node) else None
+
+
+def _depends_on(node: Node, source: Node) -> bool:
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current is source:
+            return True
+        new = [each for each in current.all_input_nodes if each not in seen and not each < source]
+        seen.update(new)
+        waiting.extend(new)
+    return False
+
+
+def undisturbed(first: Node, last: Node, own: Collection[Node], reads: Collection[Node]) -> bool:
+    """Can what ``first`` begins be computed at ``last`` instead, from the tensors ``reads``?
+
+    Not if gradients or autocast are switched between them, nor if a tensor that is read is changed in place there,
+    other than by what made it. ``own`` are the nodes that will be no more.
+    """
+    node = first.next
+    while node is not last:
+        if node.op == "root" or is_border(node):
+            return False
+        if writes(node) and node not in own:
+            memory = _written(node)
+            if memory is None:
+                return False
+            if any(memory_of(read) is memory and not _depends_on(read, node) for read in reads):
+                return False
+        node = node.next
+    return True

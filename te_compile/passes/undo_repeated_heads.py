@@ -1,0 +1,108 @@
+"""Let attention read the heads of keys and values that exist, instead of copies of them.
+
+Models with fewer heads of keys than of queries repeat them before attention, which writes both out as often as queries
+share a head, and again for their gradients. The flash kernels take such heads as they are: ``enable_gqa=True``.
+
+Only those kernels do. With a mask, in float32 or with wide heads, ``enable_gqa`` falls back to the kernel that stores
+all scores, which costs far more than the copies; there the copies stay. So masks must have been folded before.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from te_compile.passes.attention_scores import same_sizes
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.side_effects import undisturbed
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST = 256  # features of a head that flash attention takes
+_ALL = slice(None, None, None)
+
+
+def _is_method(node: Any, *names: str) -> bool:
+    return isinstance(node, Node) and node.op == "call_method" and node.target in names and is_tensor(node)
+
+
+def _before_new_dimension(node: Any) -> Node | None:
+    """[B, G, S, D] of which ``node`` is [B, G, 1, S, D]."""
+    if _is_method(node, "unsqueeze") or (isinstance(node, Node) and node.target is torch.unsqueeze):
+        return node.args[0] if argument(node, 1, "dim") in (2, -3) else None
+    if isinstance(node, Node) and node.target is operator.getitem and isinstance(node.args[1], tuple):
+        index = list(node.args[1])
+        while len(index) > 3 and index[-1] == _ALL:
+            index.pop()
+        source = node.args[0]
+        return source if index == [_ALL, _ALL, None] and is_tensor(source) else None
+    return None
+
+
+def _unrepeated(node: Any) -> Node | None:
+    """[B, G, S, D] of which ``node`` [B, H, S, D] has every head H / G times, one copy after the other."""
+    if _is_method(node, "reshape", "view", "flatten") and _is_method(node.args[0], "expand"):
+        source = _before_new_dimension(node.args[0].args[0])
+        wide = node.args[0]
+    elif _is_method(node, "expand"):
+        source = node.args[0] if value_of(node.args[0]).dim() == 4 and value_of(node.args[0]).shape[1] == 1 else None
+        wide = node
+    elif _is_method(node, "repeat_interleave") or (
+        isinstance(node, Node) and node.target is torch.repeat_interleave and is_tensor(node)
+    ):
+        source = node.args[0] if argument(node, 2, "dim") in (1, -3) and isinstance(node.args[1], int) else None
+        wide = node
+    else:
+        return None
+    if not is_tensor(source) or value_of(source).dim() != 4 or value_of(node).dim() != 4:
+        return None
+    (batch, heads, *rest), (new_batch, new_heads, *new_rest) = value_of(source).shape, value_of(node).shape
+    if not isinstance(heads, int) or not isinstance(new_heads, int) or new_heads % heads:
+        return None
+    if (
+        wide.target == "expand"
+        and wide is not node
+        and not same_sizes(value_of(wide).shape, (batch, heads, new_heads // heads, *rest))
+    ):
+        return None
+    return source if same_sizes((batch, *rest), (new_batch, *new_rest)) else None
+
+
+def _takes_grouped_heads(attention: Node) -> bool:
+    """Does a fused kernel compute this attention with heads shared?"""
+    query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
+    widths = {query.shape[-1], value.shape[-1]}
+    return (
+        argument(attention, 3, "attn_mask") is None
+        and argument(attention, 7, "enable_gqa", False) is False
+        and value_of(attention).dtype in _DTYPES
+        and query.dim() == 4
+        and len(widths) == 1
+        and all(isinstance(width, int) and width <= _WIDEST for width in widths)
+    )
+
+
+def undo_repeated_heads(graph: Graph) -> int:
+    """Hand attention the heads of keys and values before they were repeated; returns how many attentions changed."""
+    count = 0
+    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+    for attention in [node for node in graph.nodes if node.target in targets]:
+        repeated = [argument(attention, 1, "key"), argument(attention, 2, "value")]
+        sources = [_unrepeated(node) for node in repeated]
+        if any(source is None or not undisturbed(source, attention, (), (source,)) for source in sources):
+            continue
+        heads = {value_of(source).shape[1] for source in sources}
+        queries = value_of(argument(attention, 0, "query")).shape[1]
+        if len(heads) != 1 or queries != value_of(repeated[0]).shape[1] or not _takes_grouped_heads(attention):
+            continue
+        for position, (name, source) in enumerate(zip(("key", "value"), sources, strict=True), 1):
+            if len(attention.args) > position:
+                attention.update_arg(position, source)
+            else:
+                attention.update_kwarg(name, source)
+        attention.kwargs = {**attention.kwargs, "enable_gqa": True}
+        count += 1
+    return count

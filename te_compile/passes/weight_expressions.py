@@ -1,0 +1,215 @@
+"""Weights that a model makes from its parameters before it multiplies by them.
+
+A weight need not be a parameter as it is stored: it may be transposed, cast, sliced from a packed projection, picked
+from the experts of one tensor, masked, or have one added to it. What decides is whether it belongs to a parameter: its
+nodes lead back to one, and otherwise to nothing but buffers and constants. Its FP8 state is that parameter's.
+
+All weights of a graph are quantised together in front of it, so such a matrix is computed there a second time, from
+copies of its nodes, and the originals stay for its gradient, which flows on to the parameter by autograd. (What is then
+computed twice and read once, the compiler drops.) A copy gives the same value if the nodes are deterministic, nobody
+writes to what they read, and no autocast begins around them; where that cannot be seen the linear is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, Node
+from torch.nn import Parameter
+
+from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, written_by
+from te_compile.passes.regions import Region
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes of parameters and of linears that FP8 copies are made of."""
+
+TRANSPOSITIONS = {"T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute"}
+_MOST_NODES = 64  # that are copied for one weight
+_HELD = re.compile(r"\._buffers\[|^G\[|\.[A-Za-z_]\w*$")  # sources of tensors that a model holds and is not called with
+_PRODUCTS = {
+    "linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
+    "multi_head_attention_forward", "scaled_dot_product_attention",
+}  # fmt: skip
+_RANDOM = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|^normal_?$|empty")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that one or more linears multiply by: the node that has its value, and where that stands.
+
+    ``owner`` is the root placeholder of the parameter that has its FP8 state; ``nodes``, with their regions, lead from
+    placeholders of the root to the value, in order, and are empty where the value is the parameter itself.
+    """
+
+    value: Node
+    owner: Node
+    nodes: tuple[tuple[Node, Region], ...] = ()
+
+    def copied(self, graph: Graph, copies: dict[Node, Node]) -> Node:
+        """The value at the insertion point of the root's ``graph``; ``copies`` are those made for other matrices."""
+        for node, region in self.nodes:
+            if node not in copies:
+                sources = {each: origin(each, region)[0] for each in node.all_input_nodes}
+                known = {each: copies.get(source, source) for each, source in sources.items()}
+                copies[node] = graph.node_copy(node, known.__getitem__)
+        return copies.get(self.value, self.value)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The second operand of a linear. ``operand`` is what te::linear reads for its gradient: a node of the linear's
+    region or of the root. ``transposed``: the matrix is [K, N] and not [N, K]."""
+
+    operand: Node
+    transposed: bool
+    matrix: Matrix
+
+
+class NotAWeightError(Exception):
+    """Why a matrix belongs to no parameter, or cannot be quantised in front of the graph."""
+
+
+def origin(node: Any, region: Region) -> tuple[Any, Region]:
+    """What ``node`` stands for, and the region that has it, if it is an operand handed into a body; else itself."""
+    while isinstance(node, Node) and node.op == "placeholder" and region.parent is not None and region.call is not None:
+        node, region = region.call.args[1 + region.placeholders.index(node)], region.parent
+    return node, region
+
+
+def swaps_two_dimensions(node: Node) -> bool:
+    """Is ``node`` the transposition of a matrix?"""
+    name = called(node)
+    if name not in TRANSPOSITIONS or not isinstance(value_of(node), Tensor) or value_of(node).dim() != 2:
+        return False
+    if name in ("T", "mT", "t"):
+        return True
+    given: list[Any] = [*node.args[1:], *(value for key, value in node.kwargs.items() if key != "input")]
+    order = [d % 2 for d in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+    return order == [1, 0] or (name != "permute" and order == [0, 1])
+
+
+def _shows_the_same_matrix(node: Node) -> bool:
+    """May te::linear, which reads both layouts, look at what lies behind ``node``?"""
+    return swaps_two_dimensions(node) or called(node) == "contiguous"
+
+
+class Weights:
+    """What the captured model holds, and which matrices are made of it."""
+
+    def __init__(self, regions: list[Region], parameters: dict[Node, Parameter]) -> None:
+        self.parameters = parameters
+        self.written = {
+            storage_of(origin(changed, region)[0])
+            for region in regions
+            for node in region.graph.nodes
+            for changed in written_by(node)
+        } - {None}
+        self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
+
+    def weight(self, node: Any, region: Region, transposed: bool) -> Weight:
+        """``node``, used in ``region``, as a weight. transposed: it is used as [K, N]. Raises NotAWeightError."""
+        if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != 2:
+            raise NotAWeightError("its weight is no matrix")
+        found: tuple[Node, bool, Node, Region] | None = None
+        inner, place = node, region
+        while True:
+            source, above = origin(inner, place)
+            self._require_unwritten((inner, source))
+            if not isinstance(source, Node) or not isinstance(value_of(source), Tensor):
+                break
+            # A body can be handed what the root has; it sees nothing of a body around it but its own operands.
+            operand = inner if place is region else source if above.parent is None else None
+            if operand is not None:
+                found = operand, transposed, source, above
+            if not _shows_the_same_matrix(source):
+                break
+            transposed ^= swaps_two_dimensions(source)
+            inner, place = argument(source, 0, "input"), above
+        assert found is not None
+        operand, transposed, source, above = found
+        return Weight(operand, transposed, self.matrix(source, above))
+
+    def matrix(self, node: Node, region: Region) -> Matrix:
+        """The value of ``node`` as something to quantise in front of the graph. Raises NotAWeightError."""
+        nodes: dict[Node, Region] = {}
+        leaves: dict[Node, None] = {}
+        self._collect(node, region, nodes, leaves, set())
+        self._require_unwritten((*leaves, *nodes))
+        owned = [leaf for leaf in leaves if leaf in self.parameters]
+        if not owned:
+            raise NotAWeightError("its weight is not a parameter of the model, so it has no lasting FP8 state")
+        for leaf in owned:
+            if nodes and value_of(leaf).dtype not in DTYPES:
+                raise NotAWeightError(f"its weight is made from a parameter of {value_of(leaf).dtype}")
+        return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
+
+    def _require_unwritten(self, nodes: Iterable[Any]) -> None:
+        if any(storage_of(node) in self.written for node in nodes if isinstance(node, Node)):
+            raise NotAWeightError("the model writes to its weight in place, or to what that is made from")
+
+    def _collect(
+        self, node: Node, region: Region, nodes: dict[Node, Region], leaves: dict[Node, None], begun: set[Node]
+    ) -> None:
+        """Add what ``node`` is computed by, in order, to ``nodes`` and ``leaves``."""
+        source, place = origin(node, region)
+        if not isinstance(source, Node):
+            raise NotAWeightError("its weight is computed in the graph, from what no node holds")
+        if source in begun:
+            return
+        if source.op == "placeholder":
+            if source not in self.parameters and not _is_held_by_the_model(source):
+                what = "computed in the graph from inputs of the call" if begun else "not a parameter of the model"
+                raise NotAWeightError(f"its weight is {what}, so it has no lasting FP8 state")
+            leaves[source] = None
+            return
+        begun.add(source)
+        if len(begun) > _MOST_NODES:
+            raise NotAWeightError(f"its weight is computed in the graph by more than {_MOST_NODES} operations")
+        self._require_repeatable(source, place)
+        for each in source.all_input_nodes:
+            self._collect(each, place, nodes, leaves, begun)
+        nodes[source] = place
+
+    def _require_repeatable(self, node: Node, region: Region) -> None:
+        """Would a copy of ``node`` in front of the graph give the same value?"""
+        name, prefix = called(node), "its weight is computed in the graph"
+        if node.op == "get_attr" and region.parent is None:
+            return
+        if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+            raise NotAWeightError(f"{prefix} by {name or node.op}, so it has no lasting FP8 state")
+        if name in _PRODUCTS or node.target is F.linear:
+            raise NotAWeightError(f"{prefix} by another product ({name}), so it has no lasting FP8 state")
+        seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if seeded or _RANDOM.search(name):
+            raise NotAWeightError(f"{prefix} by {name}, which gives another result each time")
+        if node in self.under_autocast:
+            raise NotAWeightError(f"{prefix} under an autocast that begins there")
+
+
+def _is_held_by_the_model(placeholder: Node) -> bool:
+    """Does the root's ``placeholder`` stand for a buffer or another tensor of the model, not for one of the call?"""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None or not isinstance(value_of(placeholder), Tensor):
+        return False
+    name = source.name() if callable(source.name) else source.name
+    return _HELD.search(name) is not None
+
+
+def _under_autocast(graph: Graph) -> Iterator[Node]:
+    """The nodes between the beginning and the end of an autocast in the graph."""
+    depth = 0
+    for node in graph.nodes:
+        name = called(node)
+        if name == "_exit_autocast":
+            depth -= 1
+        if depth > 0:
+            yield node
+        if name == "_enter_autocast":
+            depth += 1

@@ -1,0 +1,63 @@
+"""Write nodes into a captured graph as Dynamo would have: with example values, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from te_compile.passes.captured_nodes import size_hint, value_of
+
+_WHERE = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+class Writer:
+    """Writes nodes in front of ``place`` that know their example value and come from the same line of the model."""
+
+    def __init__(self, place: Node) -> None:
+        self.place, self.written = place, list[Node]()
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call of a function."""
+        with self.place.graph.inserting_before(self.place):
+            node = self.place.graph.call_function(target, args, kwargs)
+        return self._described(node, target)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of a tensor's method; the tensor is the first argument."""
+        with self.place.graph.inserting_before(self.place):
+            node = self.place.graph.call_method(name, args, kwargs)
+        return self._described(node, getattr(Tensor, name))
+
+    def _described(self, node: Node, function: Callable[..., Any]) -> Node:
+        self.written.append(node)
+        node.meta.update({key: self.place.meta[key] for key in _WHERE if key in self.place.meta})
+        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+        fake = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
+        # As Dynamo does: operators in C++ do not all take symbolic sizes, and some make constants of their own.
+        with fake.fake_mode, enable_python_dispatcher():
+            node.meta["example_value"] = function(*args, **kwargs)
+        return node
+
+    def laid_out_like(self, node: Node, model: Node) -> Node:
+        """``node``, copied if its elements lie in another order than those of ``model``: views of it may follow."""
+        strides = [size_hint(stride) for stride in value_of(model).stride()]
+        order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+        back = [order.index(dimension) for dimension in range(len(order))]
+        if order == back == list(range(len(order))):
+            return node if value_of(node).is_contiguous() else self.method("contiguous", node)
+        ordered = self.method("permute", node, *order)
+        if value_of(ordered).is_contiguous():
+            return node
+        return self.method("permute", self.method("contiguous", ordered), *back)
+
+    def take_back(self) -> None:
+        """Remove everything that was written."""
+        for node in reversed(self.written):
+            node.graph.erase_node(node)
