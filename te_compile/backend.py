@@ -1,0 +1,94 @@
+"""``torch.compile(model, backend="te_fp8")``: the whole road on one screen.
+
+Dynamo hands over a graph whose parameters are placeholders. It is normalised, its linears are found, selected and
+lowered to ``te::`` operators with FP8 state; AOTAutograd traces forward and backward into one joint graph, on which the
+fusions run; Inductor compiles what is not ours. At run time the state of each parameter is looked up by the parameter
+itself, so one compiled graph serves every block that shares its code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from te_compile.compilers import COMPILERS
+from te_compile.options import Options
+from te_compile.passes import NORMALIZE_PASSES, manager
+from te_compile.passes.find_linears import find_linears
+from te_compile.passes.fold_masks import fold_masks
+from te_compile.passes.lower import Signature, lower_linears
+from te_compile.passes.plan import Plan
+from te_compile.passes.regions import regions_of
+from te_compile.passes.select import select_linears
+from te_compile.passes.spell_out import spell_out_linears
+from te_compile.passes.undo_repeated_heads import undo_repeated_heads
+from te_compile.runtime import Runner, example_states
+
+
+def te_fp8(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a captured graph with its linears in FP8. Registered with torch.compile under the name "te_fp8".
+
+    ``mode`` and ``options`` are those of torch.compile; see :class:`te_compile.options.Options`. Raises OptionError for
+    a bad option and StrictError where ``strict`` forbids what would stay in high precision.
+    """
+    chosen = Options.resolve(options, mode)
+    gm = _own_copy(gm)
+    plan = Plan()
+    compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
+    signature = rewrite(gm, example_inputs, chosen, compilation)
+    states = example_states(signature, plan, chosen.recipe)
+    compiled = COMPILERS[chosen.compiler](gm, [*states, *example_inputs], chosen, compilation)
+    return torch._dynamo.disable(Runner(compiled, signature, gm, len(states), chosen.recipe).__call__)
+
+
+def rewrite(
+    gm: GraphModule, example_inputs: Sequence[Any], chosen: Options, compilation: manager.Compilation
+) -> Signature:
+    """The passes on Dynamo's graph: normalise, fold masks, find, select, spell out, lower. Changes ``gm`` in place."""
+    plan, graph = compilation.plan, gm.graph
+    regions, left = regions_of(gm)
+    for normalize in NORMALIZE_PASSES:
+        for region in regions:
+            compilation.run(normalize.__name__, partial(normalize, region.graph), region.graph)
+    compilation.run("fold_masks", partial(fold_masks, regions), graph)
+    for region in regions:  # after the masks: only attention without one takes heads as they are
+        compilation.run("undo_repeated_heads", partial(undo_repeated_heads, region.graph), region.graph)
+    compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
+    compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
+    if chosen.strict:
+        plan.require_all_supported()
+    compilation.run("spell_out_linears", partial(spell_out_linears, plan), graph)
+    signature = Signature()
+
+    def lower() -> int:
+        nonlocal signature
+        signature = lower_linears(graph, plan, chosen.recipe, torch.is_grad_enabled())
+        return len(plan.selected)
+
+    compilation.run("lower_linears", lower, graph)
+    for region in reversed(regions):
+        region.graph.lint()
+        region.module.recompile()
+    return signature
+
+
+def _own_copy(gm: GraphModule) -> GraphModule:
+    """A copy to rewrite, for Dynamo reads its own graph again; with what deepcopy forgets and CUDA graphs need."""
+    copied = copy.deepcopy(gm)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    placeholders = zip(gm.graph.find_nodes(op="placeholder"), copied.graph.find_nodes(op="placeholder"), strict=True)
+    for old, new in placeholders:
+        new._dynamo_source = getattr(old, "_dynamo_source", None)
+    return copied

@@ -1,0 +1,105 @@
+"""What turns the rewritten graph into something that runs: Inductor, or AOTAutograd alone for debugging.
+
+Both run the same passes on the same joint graph. "aot_eager" then executes it operator by operator, which starts in a
+fraction of the time and shows each operator in a debugger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule
+
+from te_compile.kernels import native
+from te_compile.ops import registry
+from te_compile.options import Options
+from te_compile.passes import JOINT_PASSES
+from te_compile.passes.manager import Compilation
+
+Compiled = Callable[..., Any]
+
+
+@lru_cache(maxsize=1)
+def source_fingerprint() -> str:
+    """Hash of every source file of this package: a changed formula must never meet a cached graph of the old one."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_bytes()
+        digest.update(f"{file.relative_to(package)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+class JointPasses(CustomGraphPass):
+    """The joint passes, in the form that keeps Inductor's and AOTAutograd's caches on.
+
+    An equal ``uuid`` lets a cached result stand in for running the passes, so it covers all that the result depends on
+    besides the graph: our sources, the options, the recipe, and which implementations there are to choose from.
+    """
+
+    def __init__(self, compilation: Compilation) -> None:
+        self.compilation = compilation
+
+    def __call__(self, graph: Graph) -> None:
+        """Run the passes on the joint graph, in place."""
+        for joint_pass in JOINT_PASSES:
+            self.compilation.run(joint_pass.__name__, partial(joint_pass, graph), graph)
+        self.compilation.joint = graph
+
+    def uuid(self) -> str:
+        """What the result depends on besides the graph."""
+        available = f"{registry.offers()} {native.missing(cuda=True)}"
+        return f"te_fp8 {source_fingerprint()} {available} {self.compilation.recipe} {self.compilation.options}"
+
+
+def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
+    """Compile with Inductor, under the user's mode and Inductor options."""
+    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation)}
+    if options.mode:
+        patches.update(torch._inductor.list_mode_options(options.mode))
+    patches.update(options.inductor)
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return compiled
+
+
+def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
+    """Trace with AOTAutograd and run the passes, then execute the graphs as they are."""
+    passes = JointPasses(compilation)
+
+    def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        passes(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+    def inference(graph_module: GraphModule, _: Sequence[Any]) -> Compiled:
+        passes(graph_module.graph)
+        graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
+        bw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, list(inputs))
+
+
+COMPILERS: dict[str, Callable[[GraphModule, Sequence[Any], Options, Compilation], Compiled]] = {
+    "inductor": inductor,
+    "aot_eager": aot_eager,
+}
+"""By the name that the option ``compiler`` takes."""

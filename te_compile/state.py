@@ -1,0 +1,313 @@
+"""FP8 state: what delayed scaling remembers of every parameter, kept outside the model.
+
+A linear quantises three tensors: its input x, its weight w, and in the backward the gradient of its output. Each is one
+row of fp32:
+
+    column 0     scale, 0 while no data has been seen
+    column 1     skipped: how many amaxes were not finite and so never entered the history
+    column 2…    the last L amaxes, newest first
+
+The rows x and w are one tensor, the gradient's another, because a forward may run again before the backward of the
+last one. Both belong to the *parameter*: found by its identity on every call, they follow a weight that is tied, moved
+or shared by regions that are compiled apart, never show up in the model's ``state_dict``, and die with the parameter.
+
+They are saved and loaded on request (state_files.py). What is loaded is written into the tensors that exist, because a
+captured CUDA graph knows their addresses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from te_compile.ops import calibration
+from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
+from te_compile.parameter_names import parameters_by_name
+
+ROLES = ("x", "w", "gradient")  # rows 0 and 1 of the forward tensor, row 0 of the backward tensor
+FORWARD_ROWS, BACKWARD_ROWS = 2, 1
+
+
+class StateError(ValueError):
+    """State that does not fit the model or a file that holds none; the message names the entries or the path."""
+
+
+_numbers = itertools.count()  # names of state tensors for calibration
+
+
+@dataclass(eq=False)
+class ParameterState:
+    """The state of one parameter: forward [2, 2+L] for x and w, backward [1, 2+L] for the gradient, both fp32."""
+
+    forward: Tensor
+    backward: Tensor
+    forward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
+    backward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
+    trains: bool = field(default=False, repr=False)  # has a backward been announced?
+    only_loaded: bool = field(default=False, repr=False)  # read from a file, and no compiled call has used it yet
+
+    @property
+    def scale(self) -> Tensor:
+        """[3] in the order of ``ROLES``; 0 where no data has been seen."""
+        return torch.cat([self.forward[:, SCALE], self.backward[:, SCALE]])
+
+    @property
+    def skipped(self) -> Tensor:
+        """[3] in the order of ``ROLES``: how many amaxes were not finite."""
+        return torch.cat([self.forward[:, SKIPPED], self.backward[:, SKIPPED]])
+
+    @property
+    def history(self) -> Tensor:
+        """[3, L] in the order of ``ROLES``, newest first."""
+        return torch.cat([self.forward[:, HISTORY:], self.backward[:, HISTORY:]])
+
+    @property
+    def history_length(self) -> int:
+        """L."""
+        return self.forward.shape[1] - HISTORY
+
+
+# --- lookup --------------------------------------------------------------------------------------------------------
+
+# By id(parameter), then L. An entry goes when its parameter dies, before the id can be anyone else's. A plain dict,
+# because a step looks up every weight of the model: a WeakIdKeyDictionary takes four times as long.
+_states: dict[int, dict[int, ParameterState]] = {}
+
+
+def state_of(parameter: Tensor, history_length: int, *, training: bool = False) -> ParameterState:
+    """The state of ``parameter`` for a history of this length, made now if there is none, on the parameter's device.
+
+    training: a backward will follow, so from here on the gradient's row, too, is waited for.
+    A fake parameter (a compiler's dry run) gets a fake state that nobody keeps.
+    """
+    state = existing_state(parameter, history_length)
+    if state is None:
+        if isinstance(parameter, FakeTensor):
+            return _fresh(parameter, history_length)
+        _require_no_other_loaded(parameter, history_length)
+        state = _create(parameter, history_length)
+    elif state.forward.device != parameter.device:
+        _move(state, parameter)
+    state.only_loaded = False
+    if training and not state.trains:
+        state.trains = True
+        _await_scales(state, "backward")
+    return state
+
+
+def existing_state(parameter: Tensor, history_length: int) -> ParameterState | None:
+    """The state that :func:`state_of` would return, or None if it would have to make one."""
+    by_length = _states.get(id(parameter))
+    return None if by_length is None else by_length.get(history_length)
+
+
+def states_of(parameter: Tensor) -> dict[int, ParameterState]:
+    """All states of ``parameter`` by history length."""
+    return _states.get(id(parameter), {})
+
+
+def _fresh(parameter: Tensor, history_length: int) -> ParameterState:
+    """A state that has seen nothing, on the parameter's device, registered nowhere."""
+
+    def zeros(rows: int) -> Tensor:
+        if isinstance(parameter, FakeTensor):
+            return parameter.new_zeros((rows, HISTORY + history_length), dtype=torch.float32)
+        return torch.zeros(rows, HISTORY + history_length, dtype=torch.float32, device=parameter.device)
+
+    # A tensor made in inference mode could never be updated by a training step.
+    with torch.inference_mode(False), torch.no_grad():
+        return ParameterState(zeros(FORWARD_ROWS), zeros(BACKWARD_ROWS))
+
+
+def _create(parameter: Tensor, history_length: int) -> ParameterState:
+    """A new registered state for ``parameter``."""
+    key = id(parameter)
+    if key not in _states:
+        _states[key] = {}
+        weakref.finalize(parameter, _states.pop, key).atexit = False
+    state = _states[key][history_length] = _fresh(parameter, history_length)
+    _await_scales(state, "forward")
+    for number in (state.forward_number, state.backward_number):
+        weakref.finalize(state, _stop_waiting, number).atexit = False
+    return state
+
+
+def _require_no_other_loaded(parameter: Tensor, history_length: int) -> None:
+    """Starting afresh beside a state that was loaded and never used would lose it in silence."""
+    by_length = states_of(parameter)
+    if by_length and all(state.only_loaded for state in by_length.values()):
+        raise StateError(
+            f"the FP8 state loaded for a parameter of shape {list(parameter.shape)} has "
+            f"amax_history_len={next(iter(by_length))}, but the recipe asks for {history_length}; "
+            "choose the recipe that the state was saved with"
+        )
+
+
+def _move(state: ParameterState, parameter: Tensor) -> None:
+    """Follow ``parameter`` to the device where it is now."""
+    with torch.inference_mode(False), torch.no_grad():
+        if state.forward.is_meta:
+            moved = _fresh(parameter, state.history_length)
+            state.forward, state.backward = moved.forward, moved.backward
+        else:
+            state.forward = state.forward.to(parameter.device)
+            state.backward = state.backward.to(parameter.device)
+
+
+# --- which states still lack a scale, asked without ever stalling a device -----------------------------------------
+
+
+@dataclass
+class _Look:
+    """Scales on their way from a device: the states' numbers with their row counts, and the host copy once ready."""
+
+    rows: list[tuple[int, int]]
+    scales: Tensor
+    ready: torch.cuda.Event | None
+
+    def arrived(self) -> bool:
+        """Has the device filled the copy?"""
+        return self.ready is None or self.ready.query()
+
+
+LONGEST_PAUSE = 256  # calls between two looks at states that never get a scale, such as that of an unused backward
+
+_waiting: dict[int, tuple[weakref.ref[ParameterState], str]] = {}  # number → the state and "forward" or "backward"
+_looks: dict[torch.device, _Look] = {}
+_pause = _calls_left = 0
+
+
+def poll() -> None:
+    """Tell calibration about states that have got a scale by now. For each compiled call; free once all have one.
+
+    A look is a copy of the scales to pinned memory, read at a later call when it has arrived. If states are left the
+    next look comes after twice as many calls, so a row that never gets a scale (a weight that is all zero) costs
+    nothing either.
+    """
+    global _pause, _calls_left
+    if not _waiting:
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    for device in [device for device, look in _looks.items() if look.arrived()]:
+        _read(_looks.pop(device))
+    if _calls_left > 0:
+        _calls_left -= 1
+        return
+    _pause = _calls_left = min(2 * _pause + 1, LONGEST_PAUSE)
+    for device, tensors in _waiting_tensors().items():
+        if device not in _looks and device.type != "meta":
+            look = _look_at(device, tensors)
+            if look.arrived():
+                _read(look)
+            else:
+                _looks[device] = look
+
+
+def _waiting_tensors() -> dict[torch.device, list[tuple[int, Tensor]]]:
+    """By device, the number and tensor of each state without a scale."""
+    found: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, (reference, direction) in list(_waiting.items()):
+        state = reference()
+        if state is not None:
+            tensor = state.forward if direction == "forward" else state.backward
+            found.setdefault(tensor.device, []).append((number, tensor))
+    return found
+
+
+def _look_at(device: torch.device, tensors: list[tuple[int, Tensor]]) -> _Look:
+    """Start the copy of all scales of ``tensors``."""
+    rows = [(number, tensor.shape[0]) for number, tensor in tensors]
+    with torch.no_grad():
+        scales = torch.cat([tensor[:, SCALE] for _, tensor in tensors])
+        if device.type != "cuda":
+            return _Look(rows, scales.cpu(), None)
+        with torch.cuda.device(device):
+            host = torch.empty(scales.shape, dtype=scales.dtype, device="cpu", pin_memory=True)
+            host.copy_(scales, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+    return _Look(rows, host, ready)
+
+
+def _read(look: _Look) -> None:
+    """Stop waiting for every state all of whose rows had a scale."""
+    scales = iter(look.scales.tolist())
+    for number, rows in look.rows:
+        if min(itertools.islice(scales, rows)) > 0:
+            _stop_waiting(number)
+
+
+def _await_scales(state: ParameterState, direction: str) -> None:
+    """Let kernels be ready for scales of 0 until every row of this direction has one; look at the next call."""
+    global _pause, _calls_left
+    _pause = _calls_left = 0
+    number = state.forward_number if direction == "forward" else state.backward_number
+    _waiting[number] = (weakref.ref(state), direction)
+    calibration.expect(number)
+
+
+def _stop_waiting(number: int) -> None:
+    _waiting.pop(number, None)
+    calibration.settle(number)
+
+
+# --- what a file brings ---------------------------------------------------------------------------------------------
+
+
+def drop_unused(parameter: Tensor) -> None:
+    """Forget what an earlier load gave ``parameter`` and no compiled call has used."""
+    by_length = states_of(parameter)
+    for length in [length for length, state in by_length.items() if state.only_loaded]:
+        del by_length[length]
+
+
+def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
+    """Give ``parameter`` these states, fp32 [2, 2 + L] and [1, 2 + L]: in place if there are any of this length."""
+    history_length = forward.shape[1] - HISTORY
+    state = existing_state(parameter, history_length)
+    if state is None:
+        state = _create(parameter, history_length)
+        state.only_loaded = True
+    with torch.inference_mode(False), torch.no_grad():
+        state.forward.copy_(forward)
+        state.backward.copy_(backward)
+    _looks.clear()  # what is on its way from the device was read before
+    for number, direction, loaded in (
+        (state.forward_number, "forward", forward),
+        (state.backward_number, "backward", backward),
+    ):
+        if bool((loaded[:, SCALE] > 0).all()):
+            _stop_waiting(number)
+        elif direction == "forward" or state.trains:
+            _await_scales(state, direction)
+
+
+# --- by the model's names -------------------------------------------------------------------------------------------
+
+
+def states_by_name(model: nn.Module) -> Iterator[tuple[str, str, ParameterState]]:
+    """For every state of the model: parameter name, suffix of its entries, state.
+
+    The suffix is empty unless recipes with several history lengths were used on one parameter.
+    """
+    for name, parameter in parameters_by_name(model).items():
+        by_length = states_of(parameter)
+        for length, state in sorted(by_length.items()):
+            yield name, f".{length}" if len(by_length) > 1 else "", state
+
+
+def skipped_counts(model: nn.Module) -> dict[str, dict[str, int]]:
+    """How many amaxes of each parameter were not finite, e.g. {"fc.weight": {"x": 0, "w": 0, "gradient": 2}}."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, _, state in states_by_name(model):
+        of_parameter = counts.setdefault(name, dict.fromkeys(ROLES, 0))
+        for role, count in zip(ROLES, state.skipped.tolist(), strict=True):
+            of_parameter[role] += int(count)
+    return counts
