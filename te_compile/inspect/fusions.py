@@ -1,0 +1,128 @@
+"""What the quantizes of each linear were merged with, read off the finished joint graph.
+
+Each ``te::gemm`` bears the name of its linear and which of the three products it is. Its first operand is the FP8 copy
+of x (forward) or of dy (dgrad; wgrad where the input wants no gradient), and the node that made the copy tells the
+story: a plain quantize, one merged with a norm, or a producer whose spec lists its operations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
+from te_compile.passes.arguments import arguments_of, is_te, operator_of
+
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+_MOST_OPERATIONS = 5  # in one description
+
+# How AOTAutograd spells what people call by one word. For reading alone: nothing is decided by these.
+_WORDS = (
+    (("number", "mul", "mul"), "dropout"),
+    (("neg", "exp", "add", "div"), "silu"),
+    (("sigmoid", "mul", "sub", "mul", "add", "mul"), "silu backward"),
+    (("mul", "erf", "add", "mul", "mul", "mul", "exp", "mul", "mul", "add", "mul"), "gelu backward"),
+    (("mul", "mul", "mul", "mul", "add", "mul", "tanh", "add", "mul"), "gelu (tanh)"),
+    (("mul", "mul", "erf", "add", "mul"), "gelu"),
+)
+
+
+@dataclass
+class Use:
+    """One linear in the joint graph: its name there, and its products (``_PRODUCTS``) as far as they are computed."""
+
+    name: str
+    gemms: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """What x and dy were quantised together with; nothing for one that was not."""
+        forward, backward = self.gemms.get("forward"), self.gemms.get("dgrad") or self.gemms.get("wgrad")
+        found = (("x", forward), ("dy", backward))
+        texts = ((which, producer_text(producer_of(gemm), which)) for which, gemm in found if gemm is not None)
+        return tuple(f"{which}: {text}" for which, text in texts if text)
+
+    @property
+    def implementation(self) -> str:
+        """What runs its GEMMs and its quantizes: ``gemm cublaslt, quantize triton``."""
+        producers = [producer for gemm in self.gemms.values() if (producer := producer_of(gemm)) is not None]
+        parts = (("gemm", self.gemms.values()), ("quantize", producers))
+        return ", ".join(f"{what} {names}" for what, nodes in parts if (names := _implementations(nodes)))
+
+
+def _implementations(nodes: Iterable[Node]) -> str:
+    return "/".join(dict.fromkeys(str(arguments_of(node)["implementation"]) for node in nodes))
+
+
+def producer_of(gemm: Node) -> Node | None:
+    """The node that quantised the first operand of ``gemm``."""
+    a = arguments_of(gemm)["a"]
+    producer = a.args[0] if isinstance(a, Node) and a.args else None
+    return producer if isinstance(producer, Node) and operator_of(producer) is not None else None
+
+
+def producer_text(producer: Node | None, which: str) -> str:
+    """What ``producer`` computes besides quantising "x" or "dy"; "" for a quantize that stands alone."""
+    if producer is None:
+        return ""
+    readers = {user for item in producer.users for user in item.users if is_te(user, "gemm")}
+    readers = {user for user in readers if arguments_of(user)["label"].endswith(" forward")}
+    shared = f"shared by {len(readers)}" if which == "x" and len(readers) > 1 else ""
+    parts = [shared]
+    if is_te(producer, "norm_quantize"):
+        parts = [f"norm ({arguments_of(producer)['kind']})", shared]
+    elif is_te(producer, "fused_quantize"):
+        spec = Spec.parse(arguments_of(producer)["spec"])
+        parts = [operations_text(spec, which), "bias gradient" if spec.sums else "", shared]
+    return ", ".join(part for part in parts if part)
+
+
+def operations_text(spec: Spec, which: str) -> str:
+    """The operations of ``spec``, which makes "x" or "dy", in order and each once: ``silu·mul``; no roundings."""
+    operations = [step.operation for step in spec.steps if step.operation not in ROUNDINGS]
+    if which == "dy" and any(given.place is Place.COLUMN for given in spec.inputs):  # only norms have row statistics
+        return "norm backward" + (" + residual" if operations[-1:] == ["add"] else "")
+    for sequence, word in _WORDS:
+        for start in range(len(operations) - len(sequence), -1, -1):
+            if tuple(operations[start : start + len(sequence)]) == sequence:
+                operations[start : start + len(sequence)] = [word]
+    distinct = list(dict.fromkeys(operations))
+    return "·".join([*distinct[:_MOST_OPERATIONS], *["…"][: len(distinct) > _MOST_OPERATIONS]])
+
+
+def uses_in(joint: Graph) -> dict[str, list[Use]]:
+    """Every linear in FP8 of a joint graph by its name there; a weight used several times has that many, in order."""
+    found: dict[str, dict[str, list[Node]]] = {}
+    for node in joint.nodes:
+        if node.op == "call_function" and is_te(node, "gemm"):
+            name, _, product = arguments_of(node)["label"].rpartition(" ")
+            found.setdefault(name, {}).setdefault(product, []).append(node)
+    return {name: _paired(name, gemms) for name, gemms in found.items()}
+
+
+def _paired(name: str, gemms: dict[str, list[Node]]) -> list[Use]:
+    """One use for each forward product: backward runs through them in reverse."""
+    uses = [Use(name) for _ in gemms.get("forward", [])]
+    for product in _PRODUCTS:
+        nodes = gemms.get(product, [])
+        ordered = nodes if product == "forward" else reversed(nodes)
+        if len(nodes) == len(uses):
+            for use, node in zip(uses, ordered, strict=True):
+                use.gemms[product] = node
+    return uses
+
+
+def implementations_in(joint: Graph) -> tuple[Counter[tuple[str, str]], set[str]]:
+    """How often each (operator, implementation) stands in the graph, and why better ones were not taken."""
+    chosen: Counter[tuple[str, str]] = Counter()
+    declined: set[str] = set()
+    for node in joint.nodes:
+        op = operator_of(node) if node.op == "call_function" else None
+        if op is not None and op.namespace == "te" and "implementation" in (arguments := arguments_of(node)):
+            operator = op._schema.name
+            chosen[operator, str(arguments["implementation"])] += 1
+            declined.update(f"{operator} {reason}" for reason in node.meta.get("te_declined", ()))
+    return chosen, declined

@@ -1,0 +1,86 @@
+"""What a look runs: the user's model or function without what compiles it, and as if nobody had looked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_compile.inspect.untouched import compiler_state, module_state, own_arguments, random_numbers, tensor_values
+from te_compile.parameter_names import unwrapped
+from te_compile.passes.names import KnownNames
+
+
+def uncompiled(model: Any) -> tuple[Callable[..., Any], KnownNames | None]:
+    """What the user handed to torch.compile, and the names in it if it is a module."""
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+        return model, KnownNames(model)
+    if not callable(model):
+        raise TypeError(f"expected a module or a function, not {type(model).__name__}")
+    function = inspect.unwrap(model, stop=lambda each: not hasattr(each, "_torchdynamo_orig_callable"))
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    owner = getattr(function, "__self__", None)
+    return function, KnownNames(owner) if isinstance(owner, nn.Module) else None
+
+
+def _calling(self: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)  # a variable of this name, because a module's names start below it
+
+    return call
+
+
+def fresh(target: Callable[..., Any]) -> Callable[..., Any]:
+    """``target`` as a function with code of its own, so that Dynamo keeps nothing on the user's."""
+    if isinstance(target, MethodType) and isinstance(target.__func__, FunctionType):
+        return MethodType(_copied(target.__func__), target.__self__)
+    if isinstance(target, FunctionType):
+        return _copied(target)
+    call = _calling(target)
+    assert isinstance(call, FunctionType)
+    return _copied(call)
+
+
+def _copied(function: FunctionType) -> FunctionType:
+    parts = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied = FunctionType(function.__code__.replace(), *parts)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def modules_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[nn.Module]:
+    """Every module that a call of ``target`` can reach in an ordinary way."""
+    roots = [target, getattr(target, "__self__", None), *args, *kwargs.values()]
+    function = inspect.unwrap(getattr(target, "__func__", target))
+    if isinstance(function, FunctionType):
+        closed = inspect.getclosurevars(function)
+        roots += [*closed.nonlocals.values(), *closed.globals.values()]
+    found = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    return list({id(module): module for module in found}.values())
+
+
+@contextmanager
+def undisturbed(
+    target: Callable[..., Any],
+    backend: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    changed: list[str],
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Inside, ``target`` may be compiled with ``backend`` and run on what is yielded; afterwards all is as it was.
+
+    The names of parameters that were written to all the same, which are too large to copy, go to ``changed``.
+    """
+    tensors: list[Tensor] = []
+    own_args, own_kwargs = own_arguments(args, tensors), own_arguments(dict(kwargs), tensors)
+    with ExitStack() as stack:
+        stack.enter_context(random_numbers())
+        stack.enter_context(module_state(modules_of(target, own_args, own_kwargs), changed))
+        stack.enter_context(tensor_values(tensors))
+        stack.enter_context(compiler_state(backend))
+        yield own_args, own_kwargs

@@ -1,0 +1,181 @@
+"""Run a user's model for a look at it, and leave everything as it was.
+
+Looking at a model means to run it once: what stands behind a graph break is captured only if the part before it runs.
+A run leaves traces in the model (buffers of batch norm, attributes that a forward sets), in its arguments (KV caches),
+in the random number generators and in torch.compile (cache entries on the model's own functions, counters, what it
+remembers of sizes). Here is what puts each of them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.pgo import get_code_state
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
+
+_ENOUGH = 1 << 30  # compilations per function: a limit that the user's own have reached must not stop a look
+
+
+@contextmanager
+def random_numbers() -> Iterator[None]:
+    """Put back the generators of torch, Python and, where it is in use, numpy."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[None]:
+    """Put back attributes and buffers of ``modules``; parameters that changed, too many to copy, go to ``changed``.
+
+    Inside, none of the modules is compiled: a part that the user has compiled by itself is looked at, not run by him.
+    """
+    modules = list(modules)
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    children = [(module, dict(module._modules)) for module in modules]
+    stores = [(store, dict(store)) for module in modules for store in (module._buffers, module._parameters)]
+    values = tensor_values(buffer for module in modules for buffer in module._buffers.values())
+    parameters = [(n, p) for module in modules for n, p in module._parameters.items() if p is not None]
+    versions = [(name, parameter, _version(parameter)) for name, parameter in parameters]
+    for module in modules:
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            module.__dict__["_compiled_call_impl"] = None
+        for name, child in module._modules.items():
+            if isinstance(child, OptimizedModule):
+                module._modules[name] = child._orig_mod
+    try:
+        with values:
+            yield
+    finally:
+        for module, before in attributes:
+            _put_back(module.__dict__, before)
+        for module, named in children:
+            _put_back(module._modules, named)
+        for store, tensors in stores:
+            _put_back(store, tensors)
+        changed += [name for name, parameter, version in versions if _version(parameter) != version]
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Is a module inside ``model`` compiled by itself?"""
+    return any(
+        module is not model and (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
+        for module in model.modules()
+    )
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Make ``now`` equal to ``before``, untouched if it is."""
+    if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
+        now.clear()
+        now.update(before)
+
+
+@contextmanager
+def tensor_values(tensors: Iterable[Tensor | None]) -> Iterator[None]:
+    """Put back the values of tensors that are written to; parameters, too large to copy, are left out."""
+    kept = []
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            with torch.no_grad():
+                kept.append((tensor, tensor.detach().clone()))
+    try:
+        yield
+    finally:
+        for tensor, value in kept:
+            # Their version counters would not do: batch norm writes its statistics without counting.
+            if not _same_bits(tensor, value):
+                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                    tensor.copy_(value)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in every bit, NaN or not; whether a tensor was written to must be told without writing to it."""
+    if isinstance(a, FakeTensor):
+        return True  # it has no values
+    if type(a) is not Tensor or a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
+        return a.shape == b.shape and torch.equal(a, b)
+    bits = [torch.resolve_neg(torch.resolve_conj(t.detach())).reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*bits)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often ``tensor`` was written to; an inference tensor does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+_UNCHANGEABLE = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
+
+
+def own_arguments(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with its containers and other objects (a KV cache) copied, and its tensors as they are, noted.
+
+    Tensors stay themselves because their identity means something: a parameter's name, a mark for dynamic sizes.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(own_arguments(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: own_arguments(item, tensors) for key, item in value.items()}
+    if isinstance(value, (*_UNCHANGEABLE, nn.Module)) or callable(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value  # an object that cannot be copied, such as a generator, has to be taken as it is
+
+
+@contextmanager
+def compiler_state(backend: Callable[..., Any]) -> Iterator[None]:
+    """Take back what compiling with ``backend`` leaves in Dynamo.
+
+    The entries that others made on the same functions stay: nothing of the user's is compiled again.
+    """
+    codes: list[CodeType] = []
+    before = {name: Counter(counter) for name, counter in counters.items()}
+    sizes = get_code_state()  # what functions were called with; a later call with another size would turn dynamic
+    sizes_before = copy.deepcopy(dict(sizes))
+    settings = {"recompile_limit": _ENOUGH, "accumulated_recompile_limit": _ENOUGH, "automatic_dynamic_shapes": False}
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(settings))
+        hook = register_bytecode_hook(lambda code, _: codes.append(code))
+        stack.callback(hook.remove)
+        try:
+            yield
+        finally:
+            for code in dict.fromkeys(codes):
+                _drop_entries(code, backend)
+            sizes.clear()
+            sizes.update(sizes_before)
+            counters.clear()
+            counters.update(before)
+
+
+def _drop_entries(code: CodeType, backend: Callable[..., Any]) -> None:
+    for entry in _debug_get_cache_entry_list(code):
+        of_code = entry.guard_manager.extra_state
+        if of_code is not None and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
+            of_code.invalidate(entry, DeletedGuardManagerWrapper("te_compile.explain has finished"))
