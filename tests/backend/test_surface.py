@@ -1,0 +1,105 @@
+"""What the user keeps: names, parameters, outputs, memory; and how the backend is found."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_compile import state
+from te_compile.passes import manager
+from tests.backend.models import Attention, Chain, L, Linear
+from tests.compiling import BACKEND, compiled, joint_of, te_nodes, train_step
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Structured(nn.Module):
+    """A model with an output of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        self.register_buffer("offset", torch.randn(32))
+
+    def forward(self, x: Tensor, *, extra: Tensor | None = None) -> dict[str, Any]:
+        y = self.fc(x) + self.offset
+        return {"y": y, "parts": (y.sum(), [y.mean(), None]), "extra": extra}
+
+
+def test_names_parameters_and_output_structure_are_untouched() -> None:
+    model = Structured()
+    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
+    x, extra = torch.randn(4, 32), torch.randn(3)
+    expected = model(x, extra=extra)
+    got = compiled(model)(x, extra=extra)
+    assert torch.utils._pytree.tree_structure(got) == torch.utils._pytree.tree_structure(expected)
+    got["parts"][0].backward()
+    assert list(model.state_dict()) == keys
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+def test_every_parameter_has_a_gradient_or_none_as_without_us() -> None:
+    model = Chain()
+    model.b.weight.requires_grad_(False)
+    _, expected = train_step(model, model, torch.randn(5, 32))
+    _, got = train_step(model, compiled(model), torch.randn(5, 32))
+    assert got.keys() == expected.keys()
+
+
+def test_a_deleted_model_frees_its_state() -> None:
+    model = Linear()
+    fast = compiled(model)
+    train_step(model, fast, torch.randn(4, 32))
+    held = weakref.ref(state.existing_state(model.fc.weight, L))
+    assert held() is not None
+    del model, fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_model_without_linears_compiles() -> None:
+    model = nn.Sequential(nn.LayerNorm(32), nn.GELU())
+    x = torch.randn(4, 32)
+    got, got_gradients = train_step(model, compiled(model), x)
+    expected, expected_gradients = train_step(model, model, x)
+    torch.testing.assert_close(got, expected)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(got_gradients[name], gradient)
+
+
+def test_the_joint_graph_of_inductor_and_of_aot_eager_is_the_same() -> None:
+    model = Attention()
+    x = torch.randn(4, 32)
+    texts = []
+    for compiler in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        with manager.recording() as records:
+            train_step(model, compiled(model, compiler=compiler), x)
+        texts.append([record.name for record in records[0].passes])
+        counts = {name: len(te_nodes(records[0], name)) for name in ("gemm", "quantize_weights", "update_scales_")}
+        texts.append(counts)
+        assert joint_of(records[0]) is not None
+    assert texts[:2] == texts[2:]
+
+
+def test_an_installed_package_is_found_by_name_without_an_import() -> None:
+    if not any(point.name == BACKEND for point in entry_points(group="torch_dynamo_backends")):
+        pytest.skip("te_compile is not installed here, only importable from its checkout")
+    program = (
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(32, 32))\n"
+        "fast = torch.compile(model, backend='te_fp8', options={'compiler': 'aot_eager'})\n"
+        "print(fast(torch.randn(4, 32)).shape)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/", timeout=300)
+    assert "torch.Size([4, 32])" in result.stdout, result.stderr

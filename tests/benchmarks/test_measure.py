@@ -1,0 +1,84 @@
+"""What judges te_fp8's numbers in the benchmarks must itself be right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measure import Rows, Runnable, Variant, attempt, chosen, cosine, sqnr, telling
+
+
+def a_variant(name: str, ours: bool = False) -> Variant:
+    model = torch.nn.Identity()
+    return Variant(name, lambda: Runnable(model, model), ours)
+
+
+def test_sqnr_is_twenty_decibels_for_an_error_of_a_tenth() -> None:
+    x = torch.randn(100)
+    assert sqnr(x, 1.1 * x) == pytest.approx(20, abs=1e-3)
+
+
+def test_equal_tensors_have_infinite_sqnr() -> None:
+    x = torch.randn(10)
+    assert sqnr(x, x.clone()) == math.inf
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_passes_no_threshold(bad: float) -> None:
+    x = torch.randn(10)
+    wrong = x.clone()
+    wrong[3] = bad
+    assert not sqnr(x, wrong) >= 20
+
+
+def test_cosine_ignores_length_and_sees_direction() -> None:
+    x = torch.randn(3, 4)
+    assert cosine(x, 2 * x) == pytest.approx(1)
+    assert cosine(x, -x) == pytest.approx(-1)
+
+
+def test_gradients_that_are_only_rounding_noise_are_not_judged() -> None:
+    gradients = {"w1": torch.randn(4, 4), "w2": torch.randn(4, 4), "noise": 1e-6 * torch.randn(4), "b": torch.randn(4)}
+    assert telling(gradients) == ["w1", "w2", "b"]
+    assert telling(gradients, matrices_only=True) == ["w1", "w2"]
+
+
+def test_only_picks_variants_and_refuses_unknown_names() -> None:
+    variants = [a_variant("a"), a_variant("b")]
+    assert [each.name for each in chosen(variants, "")] == ["a", "b"]
+    assert [each.name for each in chosen(variants, "b")] == ["b"]
+    with pytest.raises(SystemExit, match=r"no variant c; there are a, b"):
+        chosen(variants, "a,c")
+
+
+def test_rows_are_json_lines_on_screen_and_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    rows = Rows(path)
+    rows.write(name="a", ms=1.23456)
+    rows.write(name="b")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"name": "a", "ms": 1.235},
+        {"name": "b"},
+    ]
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("ours", "status"), [(True, 1), (False, 0)])
+def test_a_crash_becomes_a_row_and_only_ours_fails_the_run(ours: bool, status: int) -> None:
+    rows = Rows()
+
+    def crash(variant: Variant) -> dict[str, float]:
+        raise RuntimeError(variant.name)
+
+    attempt(a_variant("a", ours), rows, {"what": "layer"}, crash)
+    assert rows.exit_status() == status
+
+
+def test_a_wrong_result_fails_the_run() -> None:
+    rows = Rows()
+    attempt(a_variant("a", ours=True), rows, {"what": "layer"}, lambda _: {"ms": 1.0, "wrong": "5 dB"})
+    assert rows.exit_status() == 1

@@ -1,0 +1,58 @@
+"""The tables say what the rows say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import main, markdown, tables, text_of
+
+LAYER = {"what": "layer", "attn": "sdpa", "dtype": "bf16", "dropout": 0.0}
+
+
+def test_speed_is_relative_to_torch_compile() -> None:
+    rows = [{**LAYER, "name": "compile", "step_ms": 12.0}, {**LAYER, "name": "te_fp8", "step_ms": 8.0}]
+    (group,) = tables(rows).values()
+    assert [row["step_ms_speed"] for row in group] == [1.0, 1.5]
+
+
+def test_without_torch_compile_no_speed_is_claimed() -> None:
+    text = text_of([{**LAYER, "name": "te_fp8", "step_ms": 8.0}])
+    assert "8.00" in text
+    assert "speed" not in text
+
+
+def test_rows_of_different_works_stand_in_different_tables() -> None:
+    rows = [{"what": "model", "model": "m", "work": work, "name": "compile", "ms": 1.0} for work in ("train", "decode")]
+    assert list(tables(rows)) == ["model, m, train", "model, m, decode"]
+
+
+def test_a_missing_figure_is_a_dash_and_an_absent_column_is_left_out() -> None:
+    text = markdown("t", [{"name": "a", "ms": 1.0, "cosine": 0.99}, {"name": "b", "ms": 2.0}])
+    assert text.splitlines()[-1] == "| b | 2.00 | – |"
+    assert "GiB" not in text
+
+
+def test_failures_are_listed() -> None:
+    rows = [
+        {**LAYER, "name": "te_fp8", "error": "boom"},
+        {**LAYER, "name": "te_fp8_current", "step_ms": 1.0, "wrong": "5 dB"},
+    ]
+    text = text_of(rows)
+    assert "te_fp8: boom" in text
+    assert "te_fp8_current: 5 dB" in text
+
+
+def test_report_is_written_beside_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"what": "device", "name": "some GPU", "torch": "2"}, {**LAYER, "name": "compile", "step_ms": 12.0}]
+    (tmp_path / "layer.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text().strip() == capsys.readouterr().out.strip()
+    assert "some GPU" in (tmp_path / "report.md").read_text()
+
+
+def test_an_empty_folder_is_an_error_that_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "make bench" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Graphs as the passes receive them: Dynamo's, with its regions found, and small ATen graphs built by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from te_compile.passes.find_linears import find_linears
+from te_compile.passes.plan import Plan, Site
+from te_compile.passes.regions import Region, regions_of
+
+
+def captured(run: Callable[..., Any], *inputs: Any) -> tuple[GraphModule, list[Any]]:
+    """The one graph that Dynamo hands to a backend, and its example inputs."""
+    graphs: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append((gm, example_inputs))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(run, backend=keep)(*inputs)
+    (only,) = graphs
+    return only
+
+
+def regions_and_plan(run: Callable[..., Any], *inputs: Any) -> tuple[list[Region], Plan]:
+    """The regions of the captured graph, and a plan with every linear found and none selected or refused by rule."""
+    gm, examples = captured(run, *inputs)
+    regions, left = regions_of(gm)
+    plan = Plan()
+    find_linears(regions, left, examples, plan)
+    return regions, plan
+
+
+def only_site(run: Callable[..., Any], *inputs: Any) -> Site:
+    """The one linear of ``run``."""
+    _, plan = regions_and_plan(run, *inputs)
+    (site,) = plan.sites
+    return site
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
+    """An ATen graph with fake values on its nodes, like the joint graph."""
+    return make_fx(function, tracing_mode="fake")(*inputs)

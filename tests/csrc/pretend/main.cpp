@@ -1,0 +1,288 @@
+// Drives te_cublaslt_gemm on the pretended GPU: numbers, plans and timing. Each argument names a check.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "float8.hpp"
+#include "pretend.hpp"
+#include "te_compile.h"
+
+using namespace te_compile;
+
+Pretend pretend;
+
+// --- the CUDA runtime -------------------------------------------------------------------------------------------------
+
+extern "C" {
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "a pretended error"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = pretend.capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (pretend.out_of_memory || pretend.capturing) return cudaErrorMemoryAllocation;
+  ++pretend.allocated;
+  *memory = std::calloc(bytes, 1);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  --pretend.allocated;
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = reinterpret_cast<cudaEvent_t>(new double(0.0));
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<double*>(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  *reinterpret_cast<double*>(event) = pretend.clock;
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* elapsed, cudaEvent_t start, cudaEvent_t stop) {
+  *elapsed = static_cast<float>(*reinterpret_cast<double*>(stop) - *reinterpret_cast<double*>(start));
+  return cudaSuccess;
+}
+}
+
+// --- the checks -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::printf("failed: %s (%s)\n", what, te_last_error());
+  std::exit(1);
+}
+
+float from_bf16(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+constexpr int64_t kN = 32, kK = 48, kLda = 64, kLdb = 80, kLdd = 40;
+constexpr float kNan = __builtin_nanf("");
+
+/// A product of random codes whose rows lie apart, with all that an epilogue may touch.
+struct Case {
+  explicit Case(int64_t m) : a(m * kLda), b(kN * kLdb), d(m * kLdd, kNan), d16(m * kLdd, 0x7FC0), bias(kN), aux(m * kN) {
+    std::uniform_int_distribution<int> code(0, 0x7E);
+    for (auto& value : a) value = static_cast<uint8_t>(code(random) | (random() % 2 << 7));
+    for (auto& value : b) value = static_cast<uint8_t>(code(random) | (random() % 2 << 7));
+    for (auto& value : bias) value = static_cast<uint16_t>(0x3F80 + random() % 64);
+    for (auto& value : aux) value = static_cast<uint16_t>(0x3F00 + random() % 128);
+    gemm.a = a.data();
+    gemm.b = b.data();
+    gemm.d = d.data();
+    gemm.a_scale_inv = &a_scale_inv;
+    gemm.b_scale_inv = &b_scale_inv;
+    gemm.m = m;
+    gemm.n = kN;
+    gemm.k = kK;
+    gemm.lda = kLda;
+    gemm.ldb = kLdb;
+    gemm.ldd = kLdd;
+    gemm.ld_aux = kN;
+    gemm.a_dtype = TE_FLOAT8_E4M3;
+    gemm.b_dtype = TE_FLOAT8_E4M3;
+    gemm.d_dtype = TE_FLOAT32;
+    gemm.bias_dtype = TE_BFLOAT16;
+    gemm.aux_dtype = TE_BFLOAT16;
+    gemm.candidates = 8;
+  }
+
+  void write_bf16(te_epilogue epilogue, bool with_bias, bool with_aux) {
+    gemm.d = d16.data();
+    gemm.d_dtype = TE_BFLOAT16;
+    gemm.epilogue = epilogue;
+    gemm.bias = with_bias ? bias.data() : nullptr;
+    gemm.aux = with_aux ? aux.data() : nullptr;
+  }
+
+  float product(int64_t row, int64_t column) const {
+    float sum = 0.0f;
+    for (int64_t k = 0; k < kK; ++k) sum += E4M3::decode(a[row * kLda + k]) * E4M3::decode(b[column * kLdb + k]);
+    return sum * a_scale_inv * b_scale_inv;
+  }
+
+  void run() { expect(te_cublaslt_gemm(&gemm) == TE_OK, "the product runs"); }
+
+  /// d holds `want(row, column)`, and nothing was written between its rows.
+  void expect_result(const std::function<float(int64_t, int64_t)>& want, const char* what, float tolerance = 1e-4f) {
+    for (int64_t row = 0; row < gemm.m; ++row) {
+      for (int64_t column = 0; column < kLdd; ++column) {
+        const int64_t at = row * kLdd + column;
+        const float got = gemm.d_dtype == TE_FLOAT32 ? d[at] : from_bf16(d16[at]);
+        if (column >= kN) {
+          expect(std::isnan(got), "the gap between rows is left alone");
+        } else {
+          const float wanted = want(row, column);
+          expect(std::fabs(got - wanted) <= tolerance * (1.0f + std::fabs(wanted)), what);
+        }
+      }
+    }
+  }
+
+  std::mt19937 random{std::random_device{}()};
+  std::vector<uint8_t> a, b;
+  std::vector<float> d;
+  std::vector<uint16_t> d16, bias, aux;
+  alignas(16) float a_scale_inv = 0.01f;
+  alignas(16) float b_scale_inv = 0.003f;
+  te_gemm gemm{};
+};
+
+void numbers() {
+  Case one(5);
+  one.run();
+  one.expect_result([&](int64_t i, int64_t j) { return one.product(i, j); }, "d = a b^T");
+  Case other(5);  // the same plan, other pointers
+  other.a_scale_inv = 0.05f;
+  other.run();
+  other.expect_result([&](int64_t i, int64_t j) { return other.product(i, j); }, "pointers are those of the call");
+}
+
+void bias() {
+  Case one(7);
+  one.write_bf16(TE_EPILOGUE_BIAS, true, false);
+  one.run();
+  one.expect_result([&](int64_t i, int64_t j) { return one.product(i, j) + from_bf16(one.bias[j]); }, "d = p + bias",
+                    1e-2f);
+}
+
+void gelu() {
+  Case one(3);
+  one.write_bf16(TE_EPILOGUE_GELU_AUX_BIAS, true, true);
+  one.run();
+  for (int64_t i = 0; i < 3; ++i) {
+    for (int64_t j = 0; j < kN; ++j) {
+      const float want = one.product(i, j) + from_bf16(one.bias[j]);
+      expect(std::fabs(from_bf16(one.aux[i * kN + j]) - want) <= 1e-2f * (1.0f + std::fabs(want)), "aux = p + bias");
+    }
+  }
+}
+
+void bias_gradient() {
+  Case one(6);
+  one.write_bf16(TE_EPILOGUE_DGELU_BGRAD, true, true);
+  one.run();
+  for (int64_t j = 0; j < kN; ++j) {
+    float sum = 0.0f;
+    float size = 1.0f;
+    for (int64_t i = 0; i < 6; ++i) {
+      sum += from_bf16(one.d16[i * kLdd + j]);
+      size += std::fabs(from_bf16(one.d16[i * kLdd + j]));
+    }
+    expect(std::fabs(from_bf16(one.bias[j]) - sum) <= 2e-2f * size, "bias = sums of the columns of d");
+  }
+}
+
+void accumulation() {
+  Case one(9);
+  std::vector<float> before(one.d.size());
+  for (size_t at = 0; at < before.size(); ++at) {
+    before[at] = static_cast<float>(at % 11);
+    if (static_cast<int64_t>(at) % kLdd < kN) one.d[at] = before[at];
+  }
+  one.gemm.accumulate = 1;
+  const int blocks = pretend.allocated;
+  one.run();
+  expect(pretend.products > 2, "algorithms are timed");
+  expect(pretend.allocated <= blocks + 1, "nothing but the workspace stays allocated");
+  one.expect_result([&](int64_t i, int64_t j) { return before[i * kLdd + j] + one.product(i, j); }, "d is added to once");
+  pretend.out_of_memory = true;
+  Case poor(10);
+  for (int64_t i = 0; i < 10; ++i) std::fill_n(poor.d.begin() + i * kLdd, kN, 1.0f);
+  poor.gemm.accumulate = 1;
+  poor.run();
+  expect(pretend.last_algorithm == 0, "without memory for timing the first suggestion stands");
+  poor.expect_result([&](int64_t i, int64_t j) { return 1.0f + poor.product(i, j); }, "d is added to once");
+}
+
+void timing() {
+  Case one(11);
+  one.run();
+  expect(pretend.last_algorithm == 1, "the fastest suggestion is taken");
+  const int products = pretend.products;
+  const int queries = pretend.queries;
+  for (int again = 0; again < 3; ++again) one.run();
+  expect(pretend.products == products + 3, "a shape is timed once");
+  expect(pretend.queries == queries, "the library is asked once");
+  int64_t kept = 0;
+  int64_t timed = 0;
+  expect(te_cublaslt_plans(&kept, &timed) == TE_OK && kept == 1 && timed == 1, "one plan, timed");
+  one.gemm.candidates = 1;
+  one.run();
+  expect(pretend.last_algorithm == 0 && pretend.products == products + 4, "one candidate: the first, untimed");
+}
+
+void capture() {
+  Case warm(12);
+  warm.run();  // a workspace exists
+  Case one(13);
+  pretend.capturing = true;
+  const int products = pretend.products;
+  one.run();
+  expect(pretend.products == products + 1 && pretend.last_algorithm == 0, "a captured product is not timed");
+  pretend.capturing = false;
+  one.run();
+  expect(pretend.last_algorithm == 1, "it is timed later");
+  one.expect_result([&](int64_t i, int64_t j) { return one.product(i, j); }, "d = a b^T");
+}
+
+void lengths() {
+  for (int64_t m = 1; m <= 64; ++m) Case(m).run();
+  expect(pretend.last_algorithm == 1, "the first lengths are timed");
+  const int products = pretend.products;
+  Case(65).run();
+  expect(pretend.products == products + 1, "lengths that never end are not");
+}
+
+void refusals() {
+  Case one(4);
+  one.gemm.d_dtype = TE_FLOAT16;
+  expect(te_cublaslt_gemm(&one.gemm) == TE_UNSUPPORTED, "what the library refuses is unsupported");
+  expect(te_cublaslt_check(&one.gemm) == TE_UNSUPPORTED, "and the check says so before");
+  one.gemm.d_dtype = TE_FLOAT32;
+  expect(te_cublaslt_check(&one.gemm) == TE_OK && pretend.products == 0, "a check runs nothing");
+  one.gemm.lda = kLda + 8;
+  expect(te_cublaslt_gemm(&one.gemm) == TE_UNSUPPORTED, "rows off 16 bytes are unsupported");
+  one.gemm.lda = kLda;
+  ++one.gemm.a_scale_inv;
+  expect(te_cublaslt_gemm(&one.gemm) == TE_UNSUPPORTED, "so are scales");
+  --one.gemm.a_scale_inv;
+  one.gemm.epilogue = TE_EPILOGUE_BIAS;
+  expect(te_cublaslt_gemm(&one.gemm) == TE_INVALID_ARGUMENT, "a bias epilogue needs a bias");
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const std::map<std::string, void (*)()> checks = {
+      {"numbers", numbers},           {"bias", bias},     {"gelu", gelu},       {"bias_gradient", bias_gradient},
+      {"accumulation", accumulation}, {"timing", timing}, {"capture", capture}, {"lengths", lengths},
+      {"refusals", refusals}};
+  for (int i = 1; i < count; ++i) checks.at(arguments[i])();
+  std::puts("passed");
+  return 0;
+}

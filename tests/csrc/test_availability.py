@@ -1,0 +1,106 @@
+"""With or without the compiled core, the reason for what cannot run is said in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_compile.kernels import cublaslt, native
+from te_compile.ops.registry import Target, Unsupported
+
+HOPPER = Target("cuda", (9, 0))
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """What native.py found out about the module is found out anew, in the test and after it."""
+    native._loaded.cache_clear()
+    yield
+    native._loaded.cache_clear()
+
+
+@pytest.fixture
+def with_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if built with CUDA, with a library that refuses nothing."""
+    monkeypatch.setattr(native, "missing", lambda cuda=False: "")
+    monkeypatch.setattr(cublaslt, "_refused", lambda *arguments: "")
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """te::gemm's arguments, by name: a 64 x 96 result over 128."""
+    usual: dict[str, Any] = {
+        "a": torch.empty(64, 128, dtype=torch.float8_e4m3fn, device="meta"),
+        "b": torch.empty(96, 128, dtype=torch.float8_e4m3fn, device="meta"),
+        "bias": None,
+        "out_dtype": torch.bfloat16,
+        "accumulation": "fast",
+    }
+    return {**usual, **changes}
+
+
+def fp8(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+
+def test_a_checkout_that_was_never_built_says_how_to_build(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    monkeypatch.setitem(sys.modules, "te_compile._native", None)
+    assert "not built" in native.missing()
+    assert "csrc/build.sh" in native.missing(cuda=True)
+    with pytest.raises(ImportError, match="not built"):
+        native.module()
+    with pytest.raises(Unsupported, match="not built"):
+        cublaslt.check(HOPPER, arguments())
+
+
+def test_a_core_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    class WithoutCuda:
+        cuda_built = False
+
+    monkeypatch.setitem(sys.modules, "te_compile._native", WithoutCuda())
+    assert native.missing() == ""
+    assert "without CUDA" in native.missing(cuda=True)
+
+
+def test_what_fits_passes(with_library: None) -> None:
+    cublaslt.check(HOPPER, arguments())
+    cublaslt.check(HOPPER, arguments(a=fp8(7, 128, torch.float8_e5m2)))
+    cublaslt.check(Target("cuda", (8, 9)), arguments(out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "reason"),
+    [
+        (Target("cpu"), {}, "needs a CUDA device, not cpu"),
+        (Target("cuda", (8, 0)), {}, "compute capability 8.9"),
+        (HOPPER, {"a": torch.empty(64, 128, device="meta")}, "multiplies FP8"),
+        (HOPPER, {"a": fp8(64, 128, torch.float8_e5m2), "b": fp8(96, 128, torch.float8_e5m2)}, "E5M2 by E5M2"),
+        (HOPPER, {"out_dtype": torch.float64}, "float64"),
+        (HOPPER, {"a": fp8(64, 120), "b": fp8(96, 120)}, "K=120 is not a multiple of 16"),
+        (HOPPER, {"b": fp8(90, 128)}, "N=90 is not a multiple of 16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(
+    with_library: None, target: Target, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        cublaslt.check(target, arguments(**changes))
+
+
+def test_the_librarys_own_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch, with_library: None) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cublaslt, "_refused", lambda *details: asked.append(details) or "no algorithm")
+    with pytest.raises(Unsupported, match="no algorithm"):
+        cublaslt.check(HOPPER, arguments(bias=torch.empty(96, dtype=torch.bfloat16, device="meta")))
+    e4m3 = torch.float8_e4m3fn
+    assert asked == [(64, 96, 128, e4m3, e4m3, torch.bfloat16, True, True)]
+
+
+@pytest.mark.parametrize("text", ["0", "33", "many", "-1", ""])
+def test_a_bad_number_of_candidates_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TE_COMPILE_GEMM_CANDIDATES", text)
+    with pytest.raises(ValueError, match="from 1 to 32"):
+        cublaslt._configured_candidates.__wrapped__()

@@ -1,0 +1,118 @@
+"""The report as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from itertools import product
+
+import pytest
+
+from te_compile.inspect.report import Report
+from te_compile.inspect.table import NAME_WIDTH, WIDTH, elided, lines_of
+from tests.inspect.reports import full_report, report, row
+
+
+def test_a_report_survives_json() -> None:
+    before = full_report()
+    assert Report.from_json(before.to_json()) == before
+
+
+def test_the_fraction_is_that_of_the_eligible_flops() -> None:
+    assert report([row("fc")]).fp8_flops_fraction == 0.9
+    nothing = dict.fromkeys(report([]).totals, 0)
+    assert report([], totals=nothing).fp8_flops_fraction == 1.0
+
+
+def test_the_text_says_all_that_was_found() -> None:
+    text = str(full_report())
+    for expected in (
+        "90.0% of the eligible", "h.0–", "attn.qkv", "x: norm (rms), shared by 3", "projection to logits", "model.py:7",
+        "te::gemm ×3", "cublaslt (gemm), triton (quantize): needs a CUDA device", "fc.weight: 2 of gradient", "a note",
+    ):  # fmt: skip
+        assert expected in text
+
+
+def test_no_line_is_wider_than_120_columns() -> None:
+    long = ".".join(["a_rather_long_component"] * random.randint(4, 9))
+    rows = [row(f"{long}.{i}.proj", fused=("x: " + "mul·" * 60,)) for i in range(3)]
+    rows.append(row(long, status="kept", reason="because " * 40))
+    text = str(report(rows, breaks=("word " * 80,)))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "…" in text and ".0–2.proj" in text
+
+
+def test_long_names_lose_their_middle() -> None:
+    name = "".join(random.choices("abc.", k=random.randint(NAME_WIDTH + 1, 200)))
+    short = elided(name, NAME_WIDTH)
+    assert len(short) == NAME_WIDTH
+    start, end = short.split("…")
+    assert name.startswith(start) and name.endswith(end)
+    assert elided(name, len(name)) == name
+
+
+def test_equal_layers_are_one_line() -> None:
+    rows = [row(f"h.{i}.experts.{j}.w1") for i, j in product(range(3), range(4))]
+    (line,) = lines_of(random.sample(rows, len(rows)))
+    assert (line.name, line.count) == ("h.0–2.experts.0–3.w1", 12)
+
+
+def test_layers_that_differ_in_anything_are_not_folded_together() -> None:
+    rows = [row(f"h.{i}.fc") for i in range(6)]
+    rows[2] = row("h.2.fc", fused=())
+    rows[4] = row("h.4.fc", shape=(16, 32, 128))
+    folded = [(line.name, line.count) for line in lines_of(rows)]
+    assert folded == [("h.0,1,3,5.fc", 4), ("h.2.fc", 1), ("h.4.fc", 1)]
+
+
+def test_a_range_may_have_gaps() -> None:
+    rows = [row(f"h.{i}.fc") for i in (0, 2, 3, 4, 5, 9)]
+    assert [line.name for line in lines_of(rows)] == ["h.0,2–5,9.fc"]
+
+
+def test_flops_are_those_of_the_model_and_added_features_are_shown() -> None:
+    padded = row("fc", shape=(8, 100, 64), padding=(12, 0))
+    assert padded.flops == 2 * 8 * 100 * 64
+    assert "8 × 100+12 → 64" in str(report([padded, row("other")]))
+    assert Report.from_json(report([padded]).to_json()).rows == (padded,)
+
+
+def test_a_row_of_an_older_version_has_no_padding() -> None:
+    text = report([row("fc")]).to_json().replace('"padding"', '"unknown"')
+    with pytest.raises(TypeError):
+        Report.from_json(text)
+    without = json.loads(report([row("fc")]).to_json())
+    del without["rows"][0]["padding"], without["rows"][0]["cause"], without["model"]
+    assert Report.from_json(json.dumps(without)).rows[0].padding == (0, 0)
+
+
+def test_names_that_form_no_range_stay_single() -> None:
+    rows = [row("h.0.experts.1.w"), row("h.1.experts.0.w")]
+    assert [line.name for line in lines_of(rows)] == [each.name for each in rows]
+
+
+def test_numbers_inside_of_words_are_names() -> None:
+    assert [line.name for line in lines_of([row("fc1"), row("fc2"), row("conv2d")])] == ["fc1", "fc2", "conv2d"]
+
+
+def test_one_linear_that_runs_twice_is_one_line() -> None:
+    (line,) = lines_of([row("shared"), row("shared")])
+    assert (line.name, line.count) == ("shared", 2)
+
+
+def test_a_terminal_gets_colours_where_rich_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    text = str(full_report())
+    assert "\x1b[" in text and "attn.qkv" in text and "projection to logits" in text
+
+
+def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = str(full_report())
+    assert "\x1b[" not in text and "attn.qkv" in text

@@ -1,0 +1,189 @@
+"""Generated producers against the reference that evaluates the same spec."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_compile.kernels import pointwise
+from te_compile.kernels.quantize import Tile
+from te_compile.ops.fused_quantize import fused_quantize_reference
+from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder
+from te_compile.recipe import ScaleRule
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+SMALL = Tile(32, 16, 4)  # several tiles even of small matrices: the interpreter is slow
+CAST = Spec.parse("x0: float32[M, K]; quantize x0")
+EVERY_PLACE = Spec.parse(
+    "x0: bfloat16[M, K]; x1: bool[M, K]; x2: float32[K]; x3: bool[K]; x4: bfloat16[M, 1]; x5: float32[]; "
+    "t0 = add(x0, x2); t1 = mul(t0, x4); t2 = and(x1, x3); t3 = where(t2, t1, x5); t4 = bfloat16(t3); "
+    "quantize t4; emit t4: bfloat16; emit t1: float32; sum t4: float32; sum t1: bfloat16"
+)
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_poisoned() -> Iterator[None]:
+    """Fresh tensors hold NaN or the largest integer, so an element that nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def inputs_of(spec: Spec, rows: int, columns: int, device: str) -> list[Tensor]:
+    """Random inputs; matrices are column slices of wider ones, vectors every second element of longer ones."""
+    made: list[Tensor] = []
+    for given in spec.inputs:
+        wide = torch.randn(rows, 2 * columns)[:, columns:]
+        value = {
+            Place.FULL: wide,
+            Place.ROW: torch.randn(2 * columns)[::2],
+            Place.COLUMN: torch.randn(rows, 2)[:, :1],
+            Place.SCALAR: torch.randn(()),
+        }[given.place]
+        made.append((value > 0 if given.dtype == torch.bool else value.to(given.dtype)).to(device))
+    return made
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8).cpu()
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    """Bytes of codes equal; sums, which are added up in another order, close."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if a.dtype in FP8:
+            assert torch.equal(bytes_of(a), bytes_of(b))
+        else:
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("shape", [(32, 16), (33, 17), (1, 50), (70, 1), (64, 48)])
+def test_every_place_and_ragged_shapes_agree_with_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    inputs = inputs_of(EVERY_PLACE, *shape, device)
+    scale = torch.rand((), device=device) * 8 + 0.1
+    arguments = (inputs, scale, EVERY_PLACE, dtype, True, True, ScaleRule())
+    assert_same(pointwise.fused_quantize(*arguments, measure=False, tile=SMALL), fused_quantize_reference(*arguments))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_plain_cast_has_exact_codes_for_every_bfloat16(dtype: torch.dtype, device: str) -> None:
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = bits[bits.isfinite()].float()[: 2**15 + 2**14].reshape(-1, 96).to(device)
+    scale = torch.tensor(random.uniform(0.5, 100), device=device)
+    arguments = ([x], scale, CAST, dtype, True, True, ScaleRule())
+    got, expected = pointwise.fused_quantize(*arguments, measure=False), fused_quantize_reference(*arguments)
+    assert torch.equal(bytes_of(got[0]), bytes_of(expected[0]))
+    assert torch.equal(bytes_of(got[1]), bytes_of(expected[1]))
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (False, False)])
+def test_a_layout_that_was_not_asked_for_is_empty(rowwise: bool, columnwise: bool, device: str) -> None:
+    arguments = (inputs_of(CAST, 40, 24, device), None, CAST, FP8[0], rowwise, columnwise, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=True, tile=SMALL)
+    assert_same(got, fused_quantize_reference(*arguments))
+    assert got[0].numel() == (40 * 24 if rowwise else 0) and got[1].numel() == (24 * 48 if columnwise else 0)
+
+
+def test_padding_of_the_transposed_codes_is_zero_where_the_producer_of_zero_is_not(device: str) -> None:
+    spec = Spec.parse("x0: float32[M, K]; t0 = exp(x0); quantize t0; sum t0: float32")
+    rows = random.choice([1, 17, 37])
+    inputs = inputs_of(spec, rows, 20, device)
+    got = pointwise.fused_quantize(inputs, None, spec, FP8[0], True, True, ScaleRule(), measure=True, tile=SMALL)
+    assert not bytes_of(got[1])[:, rows:].any()
+    torch.testing.assert_close(got[4], inputs[0].exp().sum(0))
+
+
+@pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(margin=2), ScaleRule(power_2=True), ScaleRule(epsilon=100.0)])
+@pytest.mark.parametrize("scale", [None, 0.0, 3.0], ids=["none", "unknown", "known"])
+def test_measuring_finds_the_scale_that_the_reference_finds(scale: float | None, rule: ScaleRule, device: str) -> None:
+    given = None if scale is None else torch.tensor(scale, device=device)
+    arguments = (inputs_of(EVERY_PLACE, 37, 21, device), given, EVERY_PLACE, FP8[0], True, True, rule)
+    assert_same(pointwise.fused_quantize(*arguments, measure=True, tile=SMALL), fused_quantize_reference(*arguments))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_one_value_that_is_not_finite_makes_the_amax_infinite(poison: float, device: str) -> None:
+    [x] = inputs_of(CAST, 40, 24, device)
+    x[random.randrange(40), random.randrange(24)] = poison
+    arguments = ([x], torch.tensor(2.0, device=device), CAST, FP8[0], True, True, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=SMALL)
+    assert got[2] == torch.inf
+    assert torch.equal(got[0].float().isnan(), x.isnan())
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_means_in_triton_what_it_means_in_torch(operation: str, device: str) -> None:
+    builder = SpecBuilder()
+    kinds = OPERATIONS[operation].takes
+    operands = [builder.input(torch.bool if kind == TRUTH else torch.float32, Place.FULL) for kind in kinds]
+    z = builder.cast(builder.step(operation, *operands), torch.float32)
+    assert isinstance(z, str)
+    spec = builder.finish(z, [Result(z, torch.float32)], [])
+    # Magnitudes from 1e-6 to 50, both signs, a few zeros and equal pairs.
+    x = torch.exp(torch.empty(32, 16).uniform_(-14, 3.9)) * torch.randn(32, 16).sign()
+    numbers = [x, x.flip(0) * random.uniform(0.5, 2)]
+    if operation in ("log", "log2", "log1p", "sqrt", "rsqrt", "pow"):
+        numbers = [each.abs() for each in numbers]
+    if operation == "pow":  # its relative error is that of exponent · log2(base), so keep this one ordinary
+        numbers = [numbers[0].clamp(min=1e-3), numbers[1].clamp(max=4)]
+    numbers[0][0], numbers[1][1] = (0.0 if operation not in ("pow",) else 1.0), numbers[0][1]
+    numbers[1][0] = 1.0
+    made = iter(numbers)
+    inputs = [(next(made) if kind == NUMBER else torch.rand(32, 16) > 0.5).to(device) for kind in kinds]
+    arguments = (inputs, torch.ones((), device=device), spec, FP8[0], True, False, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=SMALL)[4]
+    expected = fused_quantize_reference(*arguments)[4]
+    atol = 1e-6 if operation in ("sin", "cos") else 0  # relative to 1 beside their zeros
+    torch.testing.assert_close(got, expected, rtol=5e-6, atol=atol, equal_nan=True)
+
+
+def test_every_operation_has_a_triton_form() -> None:
+    assert set(pointwise.FORMS) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("function", ["tanh", "expm1", "log1p", "sigmoid", "erf"])
+def test_bounded_functions_reach_their_limits_and_keep_nan(function: str, device: str) -> None:
+    spec = Spec.parse(f"x0: float32[M, K]; t0 = {function}(x0); quantize t0; emit t0: float32")
+    points = [torch.inf, -torch.inf if function != "log1p" else 0.0, torch.nan, 0.0, 90.0, -0.9, 1e-30, -1e-30]
+    x = torch.tensor([points], device=device)
+    arguments = ([x], torch.ones((), device=device), spec, FP8[0], True, False, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=SMALL)[4]
+    torch.testing.assert_close(got, fused_quantize_reference(*arguments)[4], rtol=5e-6, atol=0, equal_nan=True)
+
+
+def test_constants_of_every_size_reach_the_kernel(device: str) -> None:
+    builder = SpecBuilder()
+    x = builder.input(torch.float32, Place.FULL)
+    value = builder.step("minimum", builder.step("maximum", x, float("-inf")), float("inf"))
+    value = builder.step("add", builder.step("mul", builder.step("mul", value, 1e30), 1e-30), 1e-42)
+    value = builder.step("sub", builder.step("where", builder.step("lt", value, 0), -2.5, value), -3)
+    spec = builder.finish(value, [Result(value, torch.float32)], [])
+    arguments = (inputs_of(spec, 8, 8, device), torch.ones((), device=device), spec, FP8[0], True, True, ScaleRule())
+    assert_same(pointwise.fused_quantize(*arguments, measure=False, tile=SMALL), fused_quantize_reference(*arguments))
+
+
+def test_the_generated_file_shows_the_spec_and_is_named_by_its_content(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pointwise, "cache_dir", lambda: str(tmp_path))
+    text = pointwise.source(EVERY_PLACE)
+    assert all(line in text for line in EVERY_PLACE.lines())
+    path = pointwise._file_of(text)
+    assert path.read_text() == text and path == pointwise._file_of(text)
+    assert pointwise._file_of(pointwise.source(CAST)) != path
+    assert sorted(tmp_path.rglob("*.part")) == []
+
+
+def test_an_empty_batch_writes_nothing_but_its_scale(device: str) -> None:
+    inputs = inputs_of(EVERY_PLACE, 0, 24, device)
+    arguments = (inputs, None, EVERY_PLACE, FP8[0], True, True, ScaleRule())
+    assert_same(pointwise.fused_quantize(*arguments, measure=True, tile=SMALL), fused_quantize_reference(*arguments))

@@ -1,0 +1,93 @@
+"""The batched scale update: the recipe's own arithmetic, row by row and bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_compile.kernels.scale_update import snapshot_scales, update_scales
+from te_compile.ops.scaling import snapshot_reference, update_scales_reference
+from te_compile.recipe import DelayedScaling
+
+ROWS = (2, 1, 3)
+
+
+def states(length: int, device: str) -> list[Tensor]:
+    """Fresh states: no scale, nothing skipped, an empty history."""
+    return [torch.zeros(rows, 2 + length, device=device) for rows in ROWS]
+
+
+def amaxes(device: str) -> Tensor:
+    """Over many binades, now and then 0 or not finite."""
+    drawn = torch.exp(6 * torch.randn(sum(ROWS), device=device))
+    special = torch.tensor([0.0, torch.inf, torch.nan], device=device)[torch.randint(3, drawn.shape, device=device)]
+    return torch.where(torch.rand(drawn.shape, device=device) < 0.3, special, drawn)
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 31, 1024])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_many_steps_leave_the_states_of_the_reference(length: int, algorithm: str, margin: int, device: str) -> None:
+    recipe = DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+    ours, wanted = states(length, device), states(length, device)
+    for _ in range(40 if length <= 31 else 5):
+        seen = amaxes(device)
+        update_scales(ours, seen, 448.0, recipe.rule(), algorithm)
+        update_scales_reference(wanted, seen, 448.0, recipe)
+        for state, expected in zip(ours, wanted, strict=True):
+            assert torch.equal(state, expected)
+
+
+def test_the_window_forgets_an_old_peak_after_its_length(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    state = [torch.zeros(1, 5, device=device)]
+    scales = []
+    for amax in (64.0, 1.0, 2.0, 4.0, 1.0):
+        update_scales(state, torch.tensor([amax], device=device), 448.0, recipe.rule(), "max")
+        scales.append(float(state[0][0, 0]))
+    assert scales == [448 / 64, 448 / 64, 448 / 64, 448 / 4, 448 / 4]
+    assert state[0][0, 2:].tolist() == [1.0, 4.0, 2.0]
+
+
+def test_an_amax_that_is_not_finite_is_counted_and_nothing_else(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    state = [torch.tensor([[7.0, 2.0, 64.0, 1.0, 0.0, 0.0]], device=device)]
+    for step, bad in enumerate((torch.inf, torch.nan), start=1):
+        update_scales(state, torch.tensor([bad], device=device), 448.0, recipe.rule(), "max")
+        assert state[0].tolist() == [[7.0, 2.0 + step, 64.0, 1.0, 0.0, 0.0]]
+
+
+def test_an_amax_of_zero_changes_nothing(device: str) -> None:
+    before = torch.rand(1, 10, device=device)
+    state = [before.clone()]
+    update_scales(state, torch.zeros(1, device=device), 448.0, DelayedScaling(amax_history_len=8).rule(), "max")
+    assert torch.equal(state[0], before)
+
+
+@pytest.mark.parametrize("amax", [1e-45, 1e-38, 3e38], ids=str)
+def test_scales_stay_normal_numbers(amax: float, device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    ours, wanted = [torch.zeros(1, 4, device=device)], [torch.zeros(1, 4, device=device)]
+    seen = torch.tensor([amax], device=device)
+    update_scales(ours, seen, 57344.0, recipe.rule(), "max")
+    update_scales_reference(wanted, seen, 57344.0, recipe)
+    assert torch.equal(ours[0], wanted[0]) and float(ours[0][0, 0]) >= torch.finfo(torch.float32).tiny
+
+
+def test_rows_of_a_larger_tensor_are_updated_in_place(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    whole = torch.zeros(4, 20, device=device)
+    update_scales([whole[1::2, :6]], torch.tensor([1.0, 2.0], device=device), 448.0, recipe.rule(), "max")
+    assert whole[1::2, 0].tolist() == [448.0, 224.0]
+    assert not whole[::2].any() and not whole[:, 6:].any()
+
+
+def test_a_snapshot_is_every_scale_in_order_and_does_not_follow_updates(device: str) -> None:
+    several = [torch.rand(rows, 18, device=device) for rows in (*ROWS, 300)]
+    scales = snapshot_scales(several)
+    wanted = snapshot_reference(several)
+    assert torch.equal(scales, wanted)
+    for state in several:
+        state.zero_()
+    assert torch.equal(scales, wanted)

@@ -1,0 +1,109 @@
+"""te::linear: values and gradients outside of any compiler, and what its node says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_compile.ops.linear import LINEAR, LinearConfig
+from te_compile.ops.quantize import quantize_reference
+from te_compile.recipe import ScaleRule
+from tests.compiling import relative_error
+from tests.emulation import emulated_linear
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RULE = ScaleRule()
+
+
+def config(**changed: object) -> LinearConfig:
+    return LinearConfig(**{"name": "fc", "forward": E4M3, "backward": E5M2, "rule": RULE.text(), **changed})
+
+
+def run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor | None = None, **changed: object
+) -> tuple[Tensor, Tensor]:
+    """te::linear with current scaling; the weight quantised as the graph does."""
+    codes, transposed, _, scale_inv = quantize_reference(weight.detach(), None, E4M3, True, True, RULE)
+    return LINEAR(x, weight, bias, codes, transposed, scale_inv, None, None, slot, x.dtype, config(**changed).text())
+
+
+def leaves(k: int = 32, n: int = 48) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(2, random.randrange(3, 20), k, requires_grad=True)
+    return x, torch.randn(n, k, requires_grad=True), torch.randn(n, requires_grad=True)
+
+
+def gradients_of(y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.float().square().mean(), leaves)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_values_and_gradients_are_the_textbooks(transposed: bool) -> None:
+    x, weight, bias = leaves()
+    stored = weight.detach().t().contiguous().requires_grad_() if transposed else weight
+    y, amax = run(x, stored, bias, transposed=transposed)
+    expected = emulated_linear(x, weight, bias)
+    assert relative_error(y, expected) < 1e-5 and torch.equal(amax, x.abs().max())
+    dx, dw, db = gradients_of(y, x, stored, bias)
+    expected_dx, expected_dw, expected_db = gradients_of(expected, x, weight, bias)
+    assert relative_error(dx, expected_dx) < 1e-4
+    assert relative_error(dw.t() if transposed else dw, expected_dw) < 1e-4
+    assert relative_error(db, expected_db) < 1e-5
+
+
+def test_the_amax_of_the_gradient_returns_as_the_gradient_of_the_slot() -> None:
+    x, weight, bias = leaves()
+    slot = torch.zeros((), requires_grad=True)
+    y, _ = run(x, weight, bias, slot)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert torch.equal(slot.grad, dy.abs().max())
+
+
+def test_a_frozen_linear_needs_no_backward_for_its_slot() -> None:
+    x, weight, bias = (leaf.detach() for leaf in leaves())
+    y, amax = run(x, weight, bias, torch.zeros((), requires_grad=True))
+    assert not y.requires_grad and not amax.requires_grad
+
+
+def test_the_amax_is_no_path_for_gradients() -> None:
+    x, weight, bias = leaves()
+    y, amax = run(x, weight, bias)
+    assert y.requires_grad and not amax.requires_grad
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_each_gradient_alone(wanted: str) -> None:
+    tensors = dict(zip(("x", "weight", "bias"), (leaf.detach() for leaf in leaves()), strict=True))
+    tensors[wanted].requires_grad_()
+    y, _ = run(**tensors)
+    expected = emulated_linear(tensors["x"], tensors["weight"], tensors["bias"])
+    (got,), (other,) = gradients_of(y, tensors[wanted]), gradients_of(expected, tensors[wanted])
+    assert got.shape == tensors[wanted].shape and relative_error(got, other) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_have_the_dtypes_of_what_they_are_of(dtype: torch.dtype) -> None:
+    x, weight, bias = leaves()
+    low = x.detach().to(dtype).requires_grad_()
+    y, _ = run(low, weight, bias)
+    assert y.dtype == dtype
+    dx, dw, db = gradients_of(y, low, weight, bias)
+    assert (dx.dtype, dw.dtype, db.dtype) == (dtype, torch.float32, torch.float32)
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    x, weight, bias = leaves()
+    y, _ = run(x, weight, bias)
+    y += 1.0
+    expected = emulated_linear(x, weight, bias) + 1.0
+    assert relative_error(gradients_of(y, weight)[0], gradients_of(expected, weight)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["fc", "model.layers.0.mlp", "a|b odd | name", ""])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_config_is_read_back_from_its_text(name: str, transposed: bool) -> None:
+    written = config(name=name, transposed=transposed, rule=ScaleRule(margin=1, power_2=True).text())
+    assert LinearConfig.parse(written.text()) == written

@@ -1,0 +1,71 @@
+"""Where Triton kernels are offered and where they say why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_compile.ops import registry, triton_implementations
+from te_compile.ops.norm import KINDS
+from te_compile.ops.registry import Target
+from te_compile.recipe import DelayedScaling, remember
+
+HOPPER = Target("cuda", (9, 0))
+X = torch.empty(32, 64, dtype=torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "quantize": {"x": X, "dtype": E4M3},
+    "norm_quantize": {"x": X, "weight": X[0], "bias": None, "kind": KINDS[0], "dtype": E4M3},
+    "quantize_weights": {"weights": [X, X], "dtype": E4M3},
+    "snapshot": {"states": [X]},
+    "update_scales_": {"recipe": DelayedScaling().key()},
+}
+
+
+@pytest.mark.parametrize("operator", ARGUMENTS)
+def test_hopper_gets_the_kernel(operator: str) -> None:
+    assert registry.choose(operator, HOPPER, ARGUMENTS[operator])[0] == "triton"
+
+
+@pytest.mark.parametrize("operator", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("target", "reason"), [(Target("cpu"), "not cpu"), (Target("cuda", (8, 0)), "8.9")], ids=["cpu", "ampere"]
+)
+def test_other_devices_get_the_reference_and_the_reason(operator: str, target: Target, reason: str) -> None:
+    name, declined = registry.choose(operator, target, ARGUMENTS[operator])
+    assert name == "reference"
+    assert any(line.startswith("triton: ") and reason in line for line in declined)
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_implementations, "_triton_is_installed", lambda: False)
+    name, declined = registry.choose("quantize", HOPPER, ARGUMENTS["quantize"])
+    assert name == "reference" and "Triton is not installed" in declined[-1]
+
+
+@pytest.mark.parametrize(
+    ("operator", "change", "reason"),
+    [
+        ("quantize", {"x": X.double()}, "float64"),
+        ("quantize", {"dtype": torch.float8_e8m0fnu}, "e8m0"),
+        ("norm_quantize", {"weight": X[0].double()}, "float64"),
+        ("norm_quantize", {"kind": "batch"}, "batch"),
+        ("quantize_weights", {"weights": [X, X.float()]}, "differ"),
+        ("quantize_weights", {"weights": [X.int()]}, "int32"),
+    ],
+)
+def test_what_a_kernel_cannot_do_it_says(operator: str, change: dict[str, Any], reason: str) -> None:
+    name, declined = registry.choose(operator, HOPPER, {**ARGUMENTS[operator], **change})
+    assert name == "reference" and any(reason in line for line in declined)
+
+
+def test_recipes_with_functions_are_updated_by_the_reference() -> None:
+    for parameters in (
+        {"amax_compute_algo": lambda history: history[0]},
+        {"scaling_factor_compute_algo": lambda amax, scale, fp8_max, recipe: fp8_max / amax},
+    ):
+        recipe = remember(DelayedScaling(**parameters))
+        name, declined = registry.choose("update_scales_", HOPPER, {"recipe": recipe})
+        assert name == "reference" and "is a function" in declined[-1]

@@ -1,0 +1,266 @@
+"""Finding linears: each form by its sizes and operands, and no product with a parameter goes unreported."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from te_compile.passes.plan import Cause
+from tests.capturing import only_site, regions_and_plan
+from tests.compiling import compiled, cosine, train_step
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class With(nn.Module):
+    """A module that applies ``function(x, weight, bias)``."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(*shape))
+        self.bias = nn.Parameter(torch.randn(shape[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+def test_a_linear_knows_its_sizes_operands_and_name() -> None:
+    tokens, batch = random.randrange(2, 9), random.randrange(2, 5)
+    model = nn.Sequential()
+    model.add_module("proj", nn.Linear(32, 48))
+    site = only_site(model, torch.randn(batch, tokens, 32))
+    assert (site.form, site.name, site.transposed) == ("linear", "proj", False)
+    assert (site.tokens, site.features) == (batch * tokens, (32, 48))
+    assert site.flops == 2 * batch * tokens * 32 * 48
+    assert site.root_weight is site.weight and site.bias is not None
+    assert site.status == "fp8"
+
+
+def test_arguments_by_keyword_are_the_same_linear() -> None:
+    site = only_site(With(lambda x, w, b: F.linear(input=x, weight=w, bias=b), 48, 32), torch.randn(5, 32))
+    assert (site.form, site.features, site.status) == ("linear", (32, 48), "fp8")
+    assert site.bias is not None and site.x is not None
+
+
+def test_a_linear_without_bias() -> None:
+    site = only_site(With(lambda x, w, b: F.linear(x, w), 48, 32), torch.randn(5, 32))
+    assert site.bias is None and site.status == "fp8"
+
+
+def test_addmm_with_the_weight_on_the_right_is_a_conv1d() -> None:
+    bias = nn.Parameter(torch.randn(48))
+    site = only_site(With(lambda x, w, b: torch.addmm(bias, x, w), 32, 48), torch.randn(5, 32))
+    assert (site.form, site.features, site.transposed, site.status) == ("conv1d", (32, 48), True, "fp8")
+
+
+@pytest.mark.parametrize("factors", [{"beta": 0.5}, {"alpha": 2.0}])
+def test_addmm_with_factors_is_reported_and_not_lowered(factors: dict[str, float]) -> None:
+    bias = nn.Parameter(torch.randn(48))
+    site = only_site(With(lambda x, w, b: torch.addmm(bias, x, w, **factors), 32, 48), torch.randn(5, 32))
+    assert site.status == "kept" and "addmm" in site.reason
+
+
+TURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x @ w.T": lambda x, w: x @ w.T,
+    "x @ w.mT": lambda x, w: x @ w.mT,
+    "matmul(x, w.t())": lambda x, w: torch.matmul(x, w.t()),
+    "matmul(x, other=w.t())": lambda x, w: torch.matmul(x, other=w.t()),
+    "x.matmul(w.transpose(0, 1))": lambda x, w: x.matmul(w.transpose(0, 1)),
+    "x.matmul(transpose(w, -1, -2))": lambda x, w: x.matmul(torch.transpose(w, -1, -2)),
+    "x @ w.transpose(dim0=0, dim1=1)": lambda x, w: x @ w.transpose(dim0=0, dim1=1),
+    "x @ w.permute(1, 0)": lambda x, w: x @ w.permute(1, 0),
+    "x @ permute(w, (-1, 0))": lambda x, w: x @ torch.permute(w, (-1, 0)),
+    "x @ w.swapaxes(0, 1)": lambda x, w: x @ w.swapaxes(0, 1),
+    "linalg.matmul(x, t(w))": lambda x, w: torch.linalg.matmul(x, torch.t(w)),
+}
+"""A product with the transpose of a weight stored [N, K], as models write it."""
+
+STRAIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x @ w": lambda x, w: x @ w,
+    "matmul(x, w)": torch.matmul,
+    "x.matmul(w)": lambda x, w: x.matmul(w),
+    "linear(x, w.T)": lambda x, w: F.linear(x, w.T),
+}
+"""A product with a weight stored [K, N]."""
+
+MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm(x, w.t())": lambda x, w: torch.mm(x, w.t()),
+    "mm(x, mat2=w.T)": lambda x, w: torch.mm(x, mat2=w.T),
+    "x.mm(w.T)": lambda x, w: x.mm(w.T),
+}
+"""What takes matrices alone."""
+
+
+def _sizes(leading: int) -> list[int]:
+    return [random.randrange(2, 6) for _ in range(leading)]
+
+
+@pytest.mark.parametrize("leading", (0, 1, 2, 3))
+@pytest.mark.parametrize("form", TURNED)
+def test_a_product_with_a_transposed_weight_is_a_linear(form: str, leading: int) -> None:
+    sizes = _sizes(leading)
+    site = only_site(With(lambda x, w, b: TURNED[form](x, w), 48, 32), torch.randn(*sizes, 32))
+    assert (site.form, site.status, site.transposed) == ("matmul", "fp8", False)
+    assert (site.tokens, site.features) == (math.prod(sizes), (32, 48))
+    assert site.weight is site.root_weight and site.weight.op == "placeholder"
+
+
+@pytest.mark.parametrize("form", MATRICES)
+def test_a_product_of_matrices_with_a_transposed_weight_is_a_linear(form: str) -> None:
+    site = only_site(With(lambda x, w, b: MATRICES[form](x, w), 48, 32), torch.randn(5, 32))
+    assert (site.form, site.status, site.transposed, site.features) == ("matmul", "fp8", False, (32, 48))
+
+
+@pytest.mark.parametrize("leading", (0, 1, 2))
+@pytest.mark.parametrize("form", STRAIGHT)
+def test_a_product_with_a_weight_stored_by_its_inputs_is_a_linear(form: str, leading: int) -> None:
+    sizes = _sizes(leading)
+    site = only_site(With(lambda x, w, b: STRAIGHT[form](x, w), 32, 48), torch.randn(*sizes, 32))
+    assert (site.status, site.transposed, site.features) == ("fp8", True, (32, 48))
+    assert site.weight is site.root_weight and site.tokens == math.prod(sizes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda b, x, w: torch.addmm(b, x, w.t()),
+        lambda b, x, w: b.addmm(x, w.T),
+        lambda b, x, w: torch.addmm(b, mat1=x, mat2=w.transpose(1, 0)),
+    ),
+)
+def test_addmm_with_a_transposed_weight_is_a_linear_with_bias(function: Callable[..., Tensor]) -> None:
+    site = only_site(With(lambda x, w, b: function(b, x, w), 48, 32), torch.randn(5, 32))
+    assert (site.form, site.transposed, site.features, site.status) == ("addmm", False, (32, 48), "fp8")
+    assert site.bias is not None and site.bias.op == "placeholder"
+
+
+@pytest.mark.parametrize("bias", ((1,), (5, 48), (5, 1)))
+def test_addmm_with_more_or_less_than_one_bias_a_feature_is_kept(bias: tuple[int, ...]) -> None:
+    added = torch.randn(bias)
+    site = only_site(With(lambda x, w, b: torch.addmm(added, x, w.T), 48, 32), torch.randn(5, 32))
+    assert site.cause is Cause.UNSUPPORTED and "addmm" in site.reason
+
+
+@pytest.mark.parametrize(
+    ("form", "function"),
+    (
+        ("matmul", lambda x, w, b: w @ x.T),
+        ("matmul", lambda x, w, b: torch.matmul(x, w.view(4, 12, 32).transpose(1, 2))),
+        ("einsum", lambda x, w, b: torch.einsum("mk,nk->m", x, w)),
+        ("addmm", lambda x, w, b: torch.addmm(x @ w.detach().T, x, w.T, beta=0.5)),
+    ),
+)
+def test_other_products_with_a_parameter_are_kept_with_their_form(form: str, function: Callable[..., Tensor]) -> None:
+    _, plan = regions_and_plan(With(function, 48, 32), torch.randn(5, 32))
+    site = plan.sites[-1]
+    assert site.form == form and site.cause is Cause.UNSUPPORTED and form in site.reason
+
+
+def test_a_square_weight_read_both_ways_tells_them_apart() -> None:
+    _, plan = regions_and_plan(With(lambda x, w, b: (x @ w) @ w.T @ w.T.t(), 32, 32), torch.randn(5, 32))
+    assert [(site.status, site.transposed) for site in plan.sites] == [("fp8", True), ("fp8", False), ("fp8", True)]
+    assert len({site.weight for site in plan.sites}) == 1
+
+
+@pytest.mark.parametrize("form", TURNED)
+def test_a_transposed_weight_is_found_inside_and_in_front_of_a_checkpointed_body(form: str) -> None:
+    model = With(lambda x, w, b: TURNED[form](x, w).relu(), 16, 16)
+    regions, plan = regions_and_plan(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(5, 16))
+    (site,) = plan.sites
+    assert site.region is regions[1] and (site.status, site.transposed) == ("fp8", False)
+    assert site.root_weight in plan.parameters
+    # Dynamo takes the attributes T and mT in front of the body.
+    assert site.weight.graph is regions["w.T" not in form and "w.mT" not in form].graph
+
+
+def _same_data(model: With, function: Callable[[Tensor, Tensor], Tensor], turn: bool) -> With:
+    """``model`` written as ``function``, its weight stored the other way where ``turn``."""
+    other = With(lambda x, w, b: function(x, w) + b, *model.weight.shape)
+    other.weight = nn.Parameter((model.weight.T if turn else model.weight).detach().clone().contiguous())
+    other.bias = nn.Parameter(model.bias.detach().clone())
+    return other
+
+
+@pytest.mark.parametrize("form", ("x @ w.T", "matmul(x, w.t())", "x @ w.permute(1, 0)", "mm(x, w.t())", "x @ w"))
+def test_a_product_computes_what_the_linear_does_bit_for_bit(form: str) -> None:
+    linear = With(lambda x, w, b: F.linear(x, w) + b, 48, 32)
+    function = {**TURNED, **STRAIGHT, **MATRICES}[form]
+    product = _same_data(linear, function, turn=form in STRAIGHT)
+    runs = [(model, compiled(model)) for model in (linear, product)]
+    sizes = [16] if form in MATRICES else [4, 8]
+    for _ in range(2):  # the second step runs with the scales that the first one left
+        x = torch.randn(*sizes, 32)
+        (y, grads), (other_y, other_grads) = (train_step(model, run, x) for model, run in runs)
+        expected = other_grads["weight"].T if form in STRAIGHT else other_grads["weight"]
+        assert torch.equal(y, other_y) and torch.equal(grads["weight"], expected)
+        assert torch.equal(grads["bias"], other_grads["bias"])
+        exact_y, exact = train_step(linear, linear, x)
+        assert cosine(y, exact_y) > 0.99 and cosine(grads["weight"], exact["weight"]) > 0.95
+
+
+def test_products_in_a_row_train_like_high_precision_inside_a_checkpoint() -> None:
+    first, second = With(lambda x, w, b: (x @ w.T + b).relu(), 48, 32), With(lambda x, w, b: x.matmul(w.t()), 32, 48)
+    third = With(lambda x, w, b: x @ w, 32, 64)
+    model = nn.Sequential(first, second, third)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    y, grads = train_step(model, compiled(run, strict=True), x)
+    dx, x.grad = x.grad, None
+    exact_y, exact = train_step(model, model, x)
+    assert cosine(y, exact_y) > 0.99 and cosine(dx, x.grad) > 0.97
+    assert all(cosine(grads[name], exact[name]) > 0.97 for name in exact)
+
+
+def test_a_product_of_two_activations_is_no_linear() -> None:
+    _, plan = regions_and_plan(lambda x: x @ x.T, torch.randn(5, 32))
+    assert not plan.sites
+
+
+def test_an_opaque_attention_is_reported() -> None:
+    model = nn.MultiheadAttention(32, 2, batch_first=True)
+    _, plan = regions_and_plan(lambda x: model(x, x, x)[0], torch.randn(2, 5, 32))
+    assert {site.form for site in plan.sites} == {"multi_head_attention"}
+
+
+def test_a_weight_that_is_no_parameter_has_no_state_and_is_kept() -> None:
+    weight = torch.randn(48, 32)
+    site = only_site(lambda x: F.linear(x, weight), torch.randn(5, 32))
+    assert site.status == "kept" and "state" in site.reason
+
+
+def test_linears_inside_checkpointed_bodies_are_found_with_their_weight_at_the_root() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    regions, plan = regions_and_plan(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(5, 16))
+    (site,) = plan.sites
+    assert site.region is regions[1] and site.status == "fp8"
+    assert site.root_weight.graph is regions[0].graph and site.weight.graph is regions[1].graph
+
+
+def test_linears_in_bodies_that_are_left_alone_are_reported_as_such() -> None:
+    fc = nn.Linear(16, 16)
+
+    def branch(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda t: fc(t), lambda t: t.sin(), (x,))
+
+    with torch.no_grad():
+        _, plan = regions_and_plan(branch, torch.randn(4, 16))
+    (site,) = plan.sites
+    assert site.status == "kept" and "cond" in site.reason
+
+
+def test_one_weight_used_twice_is_two_sites_of_one_root_weight() -> None:
+    model = With(lambda x, w, b: F.linear(F.linear(x, w), w), 32, 32)
+    _, plan = regions_and_plan(model, torch.randn(5, 32))
+    first, second = plan.sites
+    assert first.root_weight is second.root_weight and first.node is not second.node

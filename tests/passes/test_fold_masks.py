@@ -1,0 +1,180 @@
+"""Masks that a graph proves to be causal or empty go away; every other one stays, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from te_compile.passes import manager
+from te_compile.passes.fold_masks import meaning
+from tests.compiling import BACKEND
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+LENGTH = 24
+Mask = Callable[[Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Attention under the mask that ``mask(x)`` builds inside the graph."""
+
+    def __init__(self, mask: Mask, recomputed: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.mask, self.recomputed = mask, recomputed
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask(x)
+        return checkpoint(self.attend, x, mask, use_reentrant=False) if self.recomputed else self.attend(x, mask)
+
+
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Query positions [S, 1] and key positions [1, S]."""
+    at = torch.arange(x.shape[1], device=x.device)
+    return at[:, None], at[None, :]
+
+
+def causal(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q).expand(x.shape[0], 1, -1, -1)
+
+
+def additive(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return torch.zeros(x.shape[1], x.shape[1]).masked_fill(k > q, float("-inf"))
+
+
+def one_packed_sequence(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])[None].expand(x.shape[0], -1)
+    sequence = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return (sequence[:, None, :, None] == sequence[:, None, None, :]) & causal(x)
+
+
+def wide_window(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (k > q - LENGTH)
+
+
+def everything(x: Tensor) -> Tensor:
+    return positions(x)[0] >= 0
+
+
+def window(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (k > q - 8)
+
+
+def from_data(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, None, :, 0] < 1e9)
+
+
+def written_into(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask.view(-1)[-1:].logical_not_()
+    return mask
+
+
+def a_bias(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k - q).float() / 8
+
+
+def folded(model: nn.Module, x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """How many masks were folded, and the results with and without te_fp8; linears stay in high precision."""
+    fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
+    with manager.recording() as records:
+        got = fast(x)
+    count = sum(each.count for record in records for each in record.passes if each.name == "fold_masks")
+    return count, got, model(x)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("mask", [causal, additive, one_packed_sequence, wide_window, everything])
+def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
+    count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
+    assert count == 1
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("mask", [window, from_data, written_into, a_bias])
+def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
+    count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
+    assert count == 0
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(causal, 1), (everything, 1), (window, 0), (from_data, 0)])
+def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any(mask: Mask, expected: int) -> None:
+    x = torch.randn(2, LENGTH, 32)
+    torch._dynamo.mark_dynamic(x, 1)
+    count, got, wanted = folded(Attention(mask), x)
+    assert count == expected
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Eager(Attention):
+    """Attention spelled out, as ``attn_implementation="eager"`` does."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        return (F.softmax(q @ k.mT / 4.0 + mask, dim=-1) @ v).transpose(1, 2).flatten(2)
+
+
+def as_added(mask: Mask) -> Mask:
+    """``mask`` as the smallest number where it hides."""
+    smallest = torch.finfo(torch.float32).min
+
+    def build(x: Tensor) -> Tensor:
+        shown = mask(x).expand(x.shape[0], 1, x.shape[1], x.shape[1])
+        return torch.where(shown, torch.zeros((), dtype=x.dtype), smallest)
+
+    return build
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("mask", "expected"), [(causal, 1), (everything, 1), (window, 0), (from_data, 0)])
+def test_masks_of_attention_that_was_spelled_out_are_folded_too(mask: Mask, expected: int, recomputed: bool) -> None:
+    count, got, wanted = folded(Eager(as_added(mask), recomputed), torch.randn(2, LENGTH, 32))
+    assert count == expected
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_huggingface_training_call_loses_its_mask_and_keeps_real_padding() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 64, (2, LENGTH))
+    padding = torch.ones_like(ids)
+    padding[0, LENGTH - 5 :] = 0
+    for attention_mask, expected in ((None, 2), (padding, 0)):
+        torch._dynamo.reset()
+        fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
+        arguments = {"input_ids": ids, "attention_mask": attention_mask, "labels": ids, "use_cache": False}
+        with manager.recording() as records:
+            got = fast(**arguments)
+        count = sum(each.count for record in records for each in record.passes if each.name == "fold_masks")
+        assert count == expected
+        torch.testing.assert_close(got.logits, model(**arguments).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_meaning_of_masks() -> None:
+    whole = torch.ones(4, 4, dtype=torch.bool)
+    assert meaning(whole.expand(3, 1, 4, 4), 4, 4) == "all"
+    assert meaning(whole.tril().expand(3, 1, 4, 4), 4, 4) == "causal"
+    assert meaning(whole.triu(), 4, 4) is None
+    assert meaning(torch.ones(4, 6, dtype=torch.bool).tril(), 4, 6) is None  # causal, but not aligned at the end
+    different = torch.stack([whole.tril(), whole.tril().fill_diagonal_(False)])
+    assert meaning(different, 4, 4) is None

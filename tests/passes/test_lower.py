@@ -1,0 +1,179 @@
+"""Lowering: what the Dynamo graph looks like afterwards, and which inputs it then wants."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from te_compile.ops.gradient_slots import GRADIENT_SLOTS
+from te_compile.ops.linear import LINEAR, LinearConfig
+from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
+from te_compile.ops.weights import QUANTIZE_WEIGHTS
+from te_compile.passes.lower import Signature, lower_linears
+from te_compile.passes.plan import Plan
+from te_compile.passes.regions import Region
+from te_compile.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.capturing import regions_and_plan
+from tests.compiling import compiled, gradients, relative_error, train_step
+from tests.emulation import emulated
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def lowered(
+    run: Callable[..., Any], *inputs: Any, recipe: Recipe | None = None, training: bool = True
+) -> tuple[Graph, Signature, Plan, list[Region]]:
+    """The root graph with every linear lowered."""
+    regions, plan = regions_and_plan(run, *inputs)
+    signature = lower_linears(regions[0].graph, plan, recipe or DelayedScaling(), training)
+    for region in reversed(regions):
+        region.graph.lint()
+    return regions[0].graph, signature, plan, regions
+
+
+def calls(graph: Graph, target: Any) -> list[Node]:
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+
+
+def placeholders(graph: Graph) -> list[str]:
+    return [node.name for node in graph.find_nodes(op="placeholder")]
+
+
+def test_training_adds_a_state_each_way_a_token_and_one_of_each_operator() -> None:
+    graph, signature, plan, _ = lowered(mlp(), torch.randn(5, 32))
+    assert placeholders(graph)[:5] == ["te_forward_0", "te_forward_1", "te_backward_0", "te_backward_1", "te_token"]
+    assert (len(signature.weights), signature.training, signature.slots, signature.stateful) == (2, True, 2, True)
+    counts = Counter(node.target for node in graph.nodes if node.op == "call_function")
+    assert counts[LINEAR] == 2
+    assert counts[SNAPSHOT] == counts[QUANTIZE_WEIGHTS] == counts[UPDATE_SCALES] == counts[GRADIENT_SLOTS] == 1
+    assert counts[torch._C._nn.linear] == 0
+    assert [site.node.target for site in plan.sites] == [LINEAR, LINEAR]
+
+
+def test_the_update_stands_last_so_that_every_scale_is_read_before() -> None:
+    graph, *_ = lowered(mlp(), torch.randn(5, 32))
+    order = [node.target for node in graph.nodes]
+    assert order.index(SNAPSHOT) < order.index(QUANTIZE_WEIGHTS) < order.index(LINEAR) < order.index(UPDATE_SCALES)
+    assert order[-2] is UPDATE_SCALES
+
+
+def test_inference_reads_the_scales_and_updates_nothing() -> None:
+    graph, signature, *_ = lowered(mlp(), torch.randn(5, 32), training=False)
+    assert placeholders(graph)[:2] == ["te_forward_0", "te_forward_1"] and "te_token" not in placeholders(graph)
+    assert len(calls(graph, SNAPSHOT)) == 1
+    assert not calls(graph, UPDATE_SCALES) and not calls(graph, GRADIENT_SLOTS)
+    assert not signature.training and signature.slots == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_recipe_without_state_adds_no_input(training: bool) -> None:
+    graph, signature, *_ = lowered(mlp(), torch.randn(5, 32), recipe=Float8CurrentScaling(), training=training)
+    assert not any(name.startswith("te_") for name in placeholders(graph))
+    assert not calls(graph, SNAPSHOT) and not calls(graph, UPDATE_SCALES)
+    assert not signature.stateful and len(calls(graph, LINEAR)) == 2
+
+
+def test_a_graph_with_nothing_selected_is_left_as_it_is() -> None:
+    graph, signature, *_ = lowered(lambda x: x.relu(), torch.randn(5, 32))
+    assert not signature.weights and placeholders(graph) == ["l_x_"]
+
+
+def test_each_linear_carries_its_name_its_formats_and_its_layout() -> None:
+    graph, *_ = lowered(mlp(), torch.randn(5, 32))
+    configs = [LinearConfig.parse(node.args[-1]) for node in calls(graph, LINEAR)]
+    assert [config.name for config in configs] == ["0", "2"]
+    assert {(config.forward, config.backward) for config in configs} == {(torch.float8_e4m3fn, torch.float8_e5m2)}
+    assert not any(config.transposed for config in configs)
+
+
+def test_linears_of_one_input_share_its_scale_and_others_do_not() -> None:
+    a, b, c = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+    graph, *_ = lowered(lambda x: (a(x), b(x), c(x.sin())), torch.randn(5, 32))
+    rows = [node.args[6].args[2] for node in calls(graph, LINEAR)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_a_weight_used_twice_is_quantised_once_and_updated_with_the_larger_amax() -> None:
+    weight = nn.Parameter(torch.randn(32, 32))
+    graph, signature, *_ = lowered(lambda x: F.linear(F.linear(x, weight).tanh(), weight), torch.randn(5, 32))
+    assert len(signature.weights) == 1 and signature.slots == 2
+    (quantize,) = calls(graph, QUANTIZE_WEIGHTS)
+    assert len(quantize.args[0]) == 1
+    (largest,) = calls(graph, torch.maximum)
+    (update,) = calls(graph, UPDATE_SCALES)
+    assert largest in update.args[1]
+    (slots,) = calls(graph, GRADIENT_SLOTS)
+    assert slots.args[2] == [0, 0]
+
+
+def test_weights_of_several_dtypes_are_quantised_in_groups_and_each_gets_its_own_codes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Linear(32, 48), nn.Linear(16, 32)
+            self.b = nn.Linear(48, 16, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x).bfloat16()).float())
+
+    model, x = Mixed(), torch.randn(random.randrange(3, 20), 32)
+    graph, *_ = lowered(model, x)
+    assert [len(node.args[0]) for node in calls(graph, QUANTIZE_WEIGHTS)] == [2, 1]
+    reference = emulated(model, lambda name, module: True)
+    y, got = train_step(model, compiled(model), x)
+    expected_y, expected = train_step(reference, reference, x)
+    assert relative_error(y, expected_y) < 2e-2
+    assert all(relative_error(got[name], gradient) < 5e-2 for name, gradient in expected.items())
+
+
+def test_a_body_gets_its_operands_from_the_root_and_gives_its_amax_back() -> None:
+    model = mlp()
+    graph, _, _, (_, body) = lowered(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(5, 32))
+    assert not calls(graph, LINEAR) and len(calls(body.graph, LINEAR)) == 2
+    assert all(len(calls(graph, target)) == 1 for target in (SNAPSHOT, QUANTIZE_WEIGHTS, UPDATE_SCALES))
+    (update,) = calls(graph, UPDATE_SCALES)
+    from_body = [node for node in update.args[1] if node.target is operator.getitem and node.args[0] is body.call]
+    assert len(from_body) == 2
+
+
+def test_a_linear_that_reads_another_linears_result_reads_the_new_one() -> None:
+    a, b = nn.Linear(32, 48), nn.Linear(48, 16)
+    graph, *_ = lowered(lambda x: b(a(x)), torch.randn(5, 32))
+    first, second = calls(graph, LINEAR)
+    assert second.args[0].args == (first, 0)
+
+
+def test_new_inputs_have_addresses_that_cuda_graphs_may_rely_on() -> None:
+    graph, *_ = lowered(mlp(), torch.randn(5, 32))
+    new = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("te_")]
+    assert len(new) == 5
+    assert all(node.meta["tensor_dict"]["_dynamo_static_input_type"] == "unguarded" for node in new)
+    assert all(node._dynamo_source is None for node in new)
+
+
+def test_a_trained_bias_beside_a_frozen_weight() -> None:
+    """BitFit: only biases train."""
+    model = mlp()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    reference = emulated(model, lambda name, module: True)
+    x = torch.randn(7, 32)
+    _, expected = train_step(reference, reference, x)
+    train_step(model, compiled(model), x)
+    got = gradients(model)
+    assert got.keys() == {"0.bias", "2.bias"}
+    assert all(relative_error(got[name], expected[name]) < 2e-2 for name in got)

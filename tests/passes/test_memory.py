@@ -1,0 +1,55 @@
+"""Memory tags: on snapshots and on the states that an update changes, and on nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from te_compile.ops.quantize import QUANTIZE
+from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
+from te_compile.passes import manager
+from te_compile.passes.arguments import is_te
+from te_compile.passes.memory import tag_memory
+from te_compile.recipe import DelayedScaling, ScaleRule, remember
+from tests.capturing import traced
+from tests.compiling import compiled, joint_of, te_nodes, train_step
+
+RECIPE = remember(DelayedScaling(amax_history_len=4))
+
+
+def step(state: Tensor, other: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One quantize with a scale of ``state``, which it updates; ``other`` is only read."""
+    scales = SNAPSHOT([state, other])
+    q, _, amax, _ = QUANTIZE(x, scales.select(0, 0), torch.float8_e4m3fn, True, False, ScaleRule().text())
+    UPDATE_SCALES([state], [amax], "forward", RECIPE)
+    return q, scales
+
+
+def test_snapshots_must_be_saved_and_updated_states_may_change() -> None:
+    gm = traced(step, torch.ones(1, 6), torch.ones(1, 6), torch.randn(8, 32))
+    assert tag_memory(gm.graph) == 2
+    state, other, x = gm.graph.find_nodes(op="placeholder")
+    assert state.meta["saved_tensor_with_no_vc_check"] is True
+    assert not any("saved_tensor_with_no_vc_check" in node.meta for node in (other, x))
+    tagged = [node for node in gm.graph.nodes if "recompute" in node.meta]
+    assert [is_te(node, "snapshot") for node in tagged] == [True]
+    assert tagged[0].meta["recompute"] is CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_in_a_real_joint_graph_both_states_of_every_weight_are_tagged() -> None:
+    """There the updates are wrapped by functionalization."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    with manager.recording() as records:
+        train_step(model, compiled(model), torch.randn(5, 32))
+    wrapped = te_nodes(records[0], "update_scales_")
+    assert len(wrapped) == 2 and any(node.target is not UPDATE_SCALES for node in wrapped)
+    tagged = [node for node in joint_of(records[0]).nodes if "saved_tensor_with_no_vc_check" in node.meta]
+    assert sorted(tuple(node.meta["val"].shape) for node in tagged) == [(1, 1026)] * 2 + [(2, 1026)] * 2
+
+
+def test_a_graph_without_state_is_left_alone() -> None:
+    gm = traced(lambda x: x.sin(), torch.randn(3))
+    assert tag_memory(gm.graph) == 0

@@ -1,0 +1,146 @@
+"""Masks built from positions are proved for all sizes; no mask is proved to be what it is not at some size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_compile.passes.prove_masks import proven_meaning
+from tests.capturing import captured
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+Mask = Callable[[Tensor], Tensor]
+MINIMUM = torch.finfo(torch.float32).min
+
+
+def grid(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of batch [B, 1, 1, 1], queries [1, 1, S, 1] and keys [1, 1, 1, S]."""
+    batch, at = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+    return batch[:, None, None, None], (at + 0)[None, None, :, None], at[None, None, None, :]
+
+
+def causal(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (k <= q).expand(x.shape[0], -1, -1, -1)
+
+
+def causal_of_one_packed_sequence(x: Tensor) -> Tensor:
+    batch, q, k = grid(x)
+    at = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+    sequence = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    same = sequence[batch, q] == sequence[batch, k]
+    result = q.new_ones((), dtype=torch.bool)
+    return result & same.to(x.device) & (at[batch, k] <= at[batch, q])
+
+
+def strictly_not_later(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return torch.logical_not(k > q)
+
+
+def added(x: Tensor) -> Tensor:
+    return torch.where(causal(x), torch.zeros((), dtype=x.dtype), MINIMUM)
+
+
+def filled(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return torch.zeros(x.shape[1], x.shape[1]).masked_fill(at[None, :] > at[:, None], float("-inf"))
+
+
+def everything(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (q >= 0).expand(-1, -1, -1, x.shape[1]) & (k > -1)
+
+
+def before_the_query(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return k < q
+
+
+def one_later(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return k <= q + 1
+
+
+def window(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (k <= q) & (k > q - 4)
+
+
+def wrong_way_round(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return q <= k
+
+
+def by_batch(x: Tensor) -> Tensor:
+    batch, q, k = grid(x)
+    return (k <= q) & (k >= batch)
+
+
+def every_second(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return 2 * k <= q + q
+
+
+def of_two_sequences(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1]) % 4
+    sequence = (torch.diff(at, prepend=at[:1] - 1) != 1).cumsum(-1)
+    return (sequence[:, None] == sequence[None, :]) & causal(x)
+
+
+def from_data(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, None, :, 0] < 1e9)
+
+
+def from_a_shifted_slice(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1] + 1)
+    return at[None, :-1] <= at[1:, None]
+
+
+def a_little_added(x: Tensor) -> Tensor:
+    return torch.where(causal(x), torch.zeros((), dtype=x.dtype), -5.0)
+
+
+def written_into(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    mask[:, :, 0] = True
+    return mask
+
+
+def proof(mask: Mask, dynamic: bool) -> str | None:
+    """What the mask of the one attention of a graph is proved to mean."""
+
+    def run(x: Tensor) -> Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask(x))
+
+    x = torch.randn(2, 12, 8)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+    gm, _ = captured(run, x)
+    (attention,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    return proven_meaning(attention.kwargs["attn_mask"])
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("mask", [causal, causal_of_one_packed_sequence, strictly_not_later, added, filled])
+def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
+    assert proof(mask, dynamic) == "causal"
+
+
+def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
+    assert proof(everything, True) == proof(everything, False) == "all"
+
+
+@pytest.mark.parametrize("mask", [
+    before_the_query, one_later, window, wrong_way_round, by_batch, every_second, of_two_sequences, from_data,
+    from_a_shifted_slice, a_little_added, written_into,
+])  # fmt: skip
+def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
+    assert proof(mask, True) is None

@@ -1,0 +1,432 @@
+"""Attention that is spelled out becomes one call, exactly; what is any other computation stays as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from te_compile.passes.drop_noop_casts import drop_noop_casts
+from te_compile.passes.recognise_attention import RECOGNISED, STAYS, recognise_attention
+from te_compile.passes.text import ops_text
+from tests.capturing import captured
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 4, 12, 8
+MINIMUM = torch.finfo(torch.float32).min
+
+Attention = Callable[..., Any]
+
+
+def heads(heads: int = HEADS, length: int = LENGTH, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Queries, keys or values [B, H, S, D] that want a gradient."""
+    return torch.randn(BATCH, heads, length, width).to(dtype).requires_grad_()
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [heads(dtype=dtype) for _ in "qkv"]
+
+
+def rewritten(run: Attention, *inputs: Any) -> tuple[int, GraphModule, list[Any]]:
+    gm, examples = captured(run, *inputs)
+    drop_noop_casts(gm.graph)
+    count = recognise_attention(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return count, gm, examples
+
+
+def results(run: Callable[..., Any], inputs: list[Any], leaves: list[Tensor]) -> list[Tensor]:
+    """The outputs of ``run`` and the gradients of ``leaves``."""
+    outputs = run(*inputs)
+    outputs = [y for y in (outputs if isinstance(outputs, (tuple, list)) else (outputs,)) if y.is_floating_point()]
+    loss = sum((y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum() for y in outputs)
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, leaves)]
+
+
+def assert_recognised(
+    run: Attention, *inputs: Any, tolerance: float = 1e-5, leaves: list[Tensor] | None = None
+) -> GraphModule:
+    """``run`` becomes one attention call and gives the same results and gradients, of all inputs or of ``leaves``."""
+    count, gm, examples = rewritten(run, *inputs)
+    assert count == 1, ops_text(gm.graph) + str([n.meta.get(STAYS) for n in gm.graph.nodes if STAYS in n.meta])
+    text = ops_text(gm.graph)
+    assert "softmax" not in text and "bmm" not in text and text.count("scaled_dot_product_attention(") == 1, text
+    (new,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert new.meta[RECOGNISED]
+    leaves = [x for x in inputs if x.requires_grad] if leaves is None else leaves
+    for got, wanted in zip(results(gm, examples, leaves), results(run, list(inputs), leaves), strict=True):
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    return gm
+
+
+def assert_stays(reason: str, run: Attention, *inputs: Any) -> None:
+    """``run`` stays as it is, and its softmax says why."""
+    gm, _ = captured(run, *inputs)
+    drop_noop_casts(gm.graph)
+    before = ops_text(gm.graph)
+    assert recognise_attention(gm.graph) == 0
+    assert ops_text(gm.graph) == before
+    reasons = [node.meta[STAYS] for node in gm.graph.nodes if STAYS in node.meta]
+    assert len(reasons) == 1 and reason in reasons[0], reasons
+
+
+# --- forms ---------------------------------------------------------------------------------------------------------
+
+
+def scaled_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)) * 0.3, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def scaled_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q / 3.0) @ (k * 0.7).mT).softmax(-1) @ v
+
+
+def divided_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.swapaxes(-1, -2)
+    scores /= math.sqrt(WIDTH)
+    return torch.softmax(scores, -1) @ v
+
+
+def divided_by_a_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT / torch.sqrt(torch.tensor(8.0)), dim=-1) @ v
+
+
+def dropped_with_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.dropout(F.softmax(q @ k.mT, dim=-1), p=0.3, training=False)
+    return (weights @ v).transpose(1, 2).reshape(BATCH, LENGTH, -1)
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(0.5).softmax(dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(BATCH, LENGTH, -1)
+
+
+def by_einsum_keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bhkd,bhqd->bhqk", k, q).softmax(dim=-1)
+    return torch.einsum("bhkd,bhqk->bhqd", v, weights)
+
+
+def by_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.reshape(-1, LENGTH, WIDTH) for x in (q, k, v))
+    return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), v).view(BATCH, HEADS, LENGTH, WIDTH)
+
+
+def by_bmm_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) + 0 for x in (q, k, v))
+    return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.2, dim=-1), v).view(-1, WIDTH)
+
+
+def viewed_as_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.softmax(q @ k.mT, dim=-1) @ v).view(BATCH * HEADS, -1).cos()
+
+
+@pytest.mark.parametrize("form", [
+    scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, dropped_with_nothing, by_einsum,
+    by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous,
+])  # fmt: skip
+def test_every_form_becomes_one_call(form: Attention) -> None:
+    assert_recognised(form, *operands())
+
+
+@pytest.mark.parametrize("form", [scaled_after, scaled_before, by_bmm])
+def test_bfloat16_stays_bfloat16_and_close(form: Attention) -> None:
+    assert_recognised(form, *operands(torch.bfloat16), tolerance=5e-2)
+
+
+def test_the_text_of_a_rewritten_attention() -> None:
+    gm = assert_recognised(scaled_after, *operands())
+    assert ops_text(gm.graph) == (
+        "scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, dropout_p=0.0, "
+        "scale=0.3)\ncontiguous = .contiguous(scaled_dot_product_attention)\nreturn (contiguous,)"
+    )
+
+
+def test_scores_computed_in_float32_from_bfloat16_are_those_of_the_narrow_operands() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.to(torch.float32) @ k.to(torch.float32).transpose(-1, -2)
+        return F.softmax(scores, dim=-1).to(v.dtype) @ v
+
+    gm = assert_recognised(run, *operands(torch.bfloat16), tolerance=5e-2)
+    assert ".to(" not in ops_text(gm.graph)
+
+
+def test_a_scale_that_is_learned_gets_its_gradient() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return F.softmax((F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT) * scale.exp(), dim=-1) @ v
+
+    assert_recognised(run, *operands(), torch.randn(HEADS, 1, 1, requires_grad=True))
+
+
+def test_keys_of_one_head_are_broadcast() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT, dim=-1) @ v
+
+    assert_recognised(run, heads(), heads(1, 7), heads(1, 7, 5))
+
+
+# --- masks and biases ----------------------------------------------------------------------------------------------
+
+
+def causal_mask(length: int = LENGTH) -> Tensor:
+    return torch.full((length, length), MINIMUM).triu(1)
+
+
+def padding_mask(hide_a_row: bool = True) -> Tensor:
+    """Hides the first keys of one sequence: with ``causal_mask``, its first queries see nothing."""
+    mask = torch.zeros(BATCH, 1, 1, LENGTH)
+    mask[0, ..., : 5 if hide_a_row else 0] = MINIMUM
+    mask[1, ..., -3:] = MINIMUM
+    return mask
+
+
+def shown_rows(mask: Tensor) -> Tensor:
+    """1 for the queries that see something under an added ``mask``, 0 for those that see nothing."""
+    return (mask.amax(-1, keepdim=True) > MINIMUM).float()
+
+
+def masks_that_hide_rows() -> list[Tensor]:
+    return [causal_mask().minimum(padding_mask()), torch.full((BATCH, 1, LENGTH, LENGTH), MINIMUM)]
+
+
+def test_an_added_mask_stays_added() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
+
+    for mask in (causal_mask(), padding_mask(), causal_mask().minimum(padding_mask(hide_a_row=False))):
+        assert_recognised(run, *operands(), mask)
+
+
+def test_rows_hidden_entirely_agree_and_send_the_values_the_same_gradient() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
+
+    for mask in masks_that_hide_rows():
+        q, k, v = operands()
+        assert_recognised(run, q, k, v, mask, leaves=[v])
+
+
+def test_rows_hidden_entirely_disturb_no_gradient_of_the_others() -> None:
+    for mask in masks_that_hide_rows():
+
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shown: Tensor) -> Tensor:
+            return (F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v) * shown
+
+        assert_recognised(run, *operands(), mask, shown_rows(mask))
+
+
+def test_masks_added_in_place_and_twice_and_scaled_afterwards() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, other: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores += bias
+        return F.softmax((other + scores - bias * 0.5) / 2.0, dim=-1) @ v
+
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, requires_grad=True)
+    assert_recognised(run, *operands(), bias, torch.randn(LENGTH, requires_grad=True))
+
+
+def test_alibi_through_baddbmm() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, alibi: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.reshape(-1, LENGTH, WIDTH) for x in (q, k, v))
+        scores = alibi.baddbmm(batch1=q, batch2=k.transpose(-1, -2), beta=1.0, alpha=0.25)
+        scores = scores.view(BATCH, HEADS, LENGTH, -1) + mask
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).view(BATCH * HEADS, LENGTH, -1)
+        return torch.bmm(weights, v).view(BATCH, HEADS, LENGTH, WIDTH).permute(0, 2, 1, 3).reshape(BATCH, LENGTH, -1)
+
+    alibi = torch.randn(BATCH * HEADS, 1, LENGTH, requires_grad=True)
+    gm = assert_recognised(run, *operands(), alibi, causal_mask().maximum(padding_mask()))
+    assert ".reshape(l_q_" not in ops_text(gm.graph)
+
+
+def _hidden(rows: bool) -> Tensor:
+    hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.4
+    hidden[..., 3] = False
+    if rows:
+        hidden[0, :, 2:5] = True
+    return hidden
+
+
+FILLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda scores, hidden: scores.masked_fill(hidden, MINIMUM),
+    "masked_fill by -1e9": lambda scores, hidden: scores.masked_fill(hidden, -1e9),
+    "masked_fill in place": lambda scores, hidden: scores.masked_fill_(hidden, MINIMUM),
+    "where": lambda scores, hidden: torch.where(~hidden, scores, MINIMUM),
+    "where with a tensor": lambda scores, hidden: torch.where(hidden, torch.full([], MINIMUM), scores),
+}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("fill", FILLS)
+def test_overwritten_scores_pass_no_gradient_on_even_in_rows_hidden_entirely(fill: str, rows: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, bias: Tensor) -> Tensor:
+        return F.softmax(FILLS[fill](q @ k.mT * 0.3 + bias, hidden), dim=-1) @ v
+
+    assert_recognised(run, *operands(), _hidden(rows), torch.randn(HEADS, 1, LENGTH, requires_grad=True))
+
+
+def test_overwriting_with_minus_infinity_agrees_wherever_the_model_computes_a_number() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax((q @ k.mT).masked_fill(hidden, -math.inf), dim=-1) @ v
+
+    assert_recognised(run, *operands(), _hidden(False))
+
+
+def test_two_masks_of_which_one_overwrites_agree() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(torch.where(hidden, MINIMUM, q @ k.mT) + mask, dim=-1) @ v
+
+    assert_recognised(run, *operands(), _hidden(False), torch.zeros(LENGTH))
+    q, k, v = operands()
+    assert_recognised(run, q, k, v, _hidden(True), padding_mask(), leaves=[v])
+
+
+def test_a_constant_mask_that_hides_no_row_leaves_the_queries_alone() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return F.softmax((q @ k.mT).masked_fill(hidden, MINIMUM), dim=-1) @ v
+
+    gm = assert_recognised(run, *operands())
+    assert ops_text(gm.graph).count(".masked_fill(") == 1
+
+
+def test_narrower_masks_are_widened_and_wider_ones_narrowed_only_where_they_are_masks() -> None:
+    def by_mask(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        mask = torch.where(hidden, MINIMUM, torch.zeros(()))
+        return F.softmax(q @ k.mT + mask, dim=-1).to(v.dtype) @ v
+
+    def by_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT + bias, dim=-1).to(v.dtype) @ v
+
+    narrow = operands(torch.bfloat16)
+    assert_recognised(by_mask, *narrow, _hidden(False), tolerance=5e-2)
+    assert_recognised(by_mask, *narrow, _hidden(True), tolerance=5e-2, leaves=[narrow[2]])
+    assert_recognised(by_bias, *operands(), torch.randn(LENGTH, LENGTH).bfloat16())
+    assert_stays("would be rounded", by_bias, *narrow, torch.randn(LENGTH, LENGTH))
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_has_the_same_mean() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(F.softmax(q @ k.mT, dim=-1), 0.25, True) @ v
+
+    inputs = operands()
+    count, gm, examples = rewritten(run, *inputs)
+    assert count == 1
+    (new,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert new.kwargs["dropout_p"] == 0.25
+    q, k, v = (x.detach() for x in inputs)
+    draws = torch.stack([gm(*examples)[0].detach() for _ in range(600)])
+    assert draws.std(0).mean() > 0.01
+    torch.testing.assert_close(draws.mean(0), F.softmax(q @ k.mT, dim=-1) @ v, rtol=0.2, atol=0.15)
+
+
+# --- what stays ----------------------------------------------------------------------------------------------------
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(torch.tanh(q @ k.mT / 50.0) * 50.0, dim=-1) @ v
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, torch.zeros(BATCH, HEADS, LENGTH, 1)], dim=-1)
+    return F.softmax(scores, dim=-1)[..., :-1] @ v
+
+
+def _weights_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = F.softmax(q @ k.mT, dim=-1)
+    return weights @ v, weights
+
+
+def _scores_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    return F.softmax(scores, dim=-1) @ v, scores
+
+
+def _head_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT, dim=-1) * torch.rand(HEADS, 1, 1) @ v
+
+
+def _two_softmaxes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(F.softmax(q @ k.mT, dim=-1), dim=-1) @ v
+
+
+def _without_gradients_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+    return F.softmax(scores, dim=-1) @ v
+
+
+def _values_written_into_meanwhile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1.0
+    scores = q @ k.mT
+    k.view(-1).mul_(2.0)
+    return F.softmax(scores, dim=-1) @ (v + k)
+
+
+@pytest.mark.parametrize(("reason", "run"), [
+    ("tanh", _softcapped),
+    ("weights are read elsewhere", _weights_returned),
+    ("scores are read elsewhere", _scores_returned),
+    ("weights go through mul", _head_mask),
+    ("gradients or autocast are switched", _without_gradients_inside),
+    ("changed in place", _values_written_into_meanwhile),
+])  # fmt: skip
+def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
+    assert_stays(reason, run, *operands())
+
+
+def test_a_softmax_over_another_dimension_or_of_something_else_is_none_of_our_business() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT, dim=-2) @ v + F.softmax(q, dim=-1)
+
+    for other in (run, _with_sinks):
+        count, gm, _ = rewritten(other, *operands())
+        assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
+
+
+def test_autocast_inside_the_graph_is_a_border() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.softmax(q @ k.mT, dim=-1) @ v
+
+    assert_stays("several dtypes", run, *operands())
+
+
+def test_under_autocast_around_the_call_the_result_keeps_its_dtype() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_recognised(run, *operands(), tolerance=5e-2)
+
+
+def test_a_mask_added_in_float16_stays_for_it_does_not_swallow_scores() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT + mask, dim=-1) @ v
+
+    assert_stays("float16", run, *operands(torch.float16), causal_mask().clamp(min=-65504.0).half())
+
+
+def test_with_symbolic_sizes_attention_is_recognised_too() -> None:
+    inputs = operands()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 2)
+    count, gm, examples = rewritten(scaled_after, *inputs)
+    assert count == 1
+    longer = [heads(length=9) for _ in inputs]
+    replaced = {id(old): new for old, new in zip(inputs, longer, strict=True)} | {LENGTH: 9, BATCH: BATCH}
+    arguments = [replaced[id(x) if isinstance(x, Tensor) else int(x)] for x in examples]
+    wanted = scaled_after(*longer)
+    torch.testing.assert_close(gm(*arguments)[0], wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,260 @@
+"""Selection: each rule fires, does not fire where it should not, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_compile.ops.registry import Target
+from te_compile.options import Options
+from te_compile.passes import select
+from te_compile.passes.plan import Cause, Plan, Site, StrictError
+from te_compile.passes.select import select_linears
+from te_compile.passes.speed import gain_microseconds
+from tests.capturing import regions_and_plan
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def planned(run: Callable[..., Any], *inputs: Any, **options: Any) -> Plan:
+    """The plan after selection."""
+    _, plan = regions_and_plan(run, *inputs)
+    select_linears(plan, Options.resolve(options))
+    return plan
+
+
+def verdict(run: Callable[..., Any], *inputs: Any, **options: Any) -> Site:
+    """The only site."""
+    (site,) = planned(run, *inputs, **options).sites
+    return site
+
+
+class Named(nn.Module):
+    """Linears under names of a test's choosing, all applied to one input."""
+
+    def __init__(self, **sizes: tuple[int, int]) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(*size))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [module(x).sin() for module in self.children()]
+
+
+def test_a_plain_linear_goes_to_fp8() -> None:
+    site = verdict(Named(proj=(32, 48)), torch.randn(5, 32))
+    assert (site.status, site.reason, site.cause) == ("fp8", "", None)
+
+
+def test_the_count_is_that_of_the_selected() -> None:
+    _, plan = regions_and_plan(Named(a=(32, 48), b=(32, 8), c=(32, 16)), torch.randn(5, 32))
+    assert select_linears(plan, Options.resolve({})) == 2 == len(plan.selected)
+
+
+# --- the user ------------------------------------------------------------------------------------------------------
+
+
+def test_exclude_and_include_decide_by_module_name() -> None:
+    model, x = Named(a=(32, 48), b=(32, 48)), torch.randn(5, 32)
+    excluded = {site.name: site.cause for site in planned(model, x, exclude=["a"]).sites}
+    included = {site.name: site.cause for site in planned(model, x, include=["a"]).sites}
+    assert excluded == {"a": Cause.USER, "b": None}
+    assert included == {"a": None, "b": Cause.USER}
+
+
+def test_a_function_may_look_at_the_site() -> None:
+    model, x = Named(narrow=(32, 16), wide=(32, 64)), torch.randn(5, 32)
+    plan = planned(model, x, exclude=lambda name, site: site.features[1] < 32)
+    assert {site.name: site.status for site in plan.sites} == {"narrow": "kept", "wide": "fp8"}
+
+
+def test_what_the_user_excluded_says_so_whatever_else_is_wrong_with_it() -> None:
+    site = verdict(Named(odd=(32, 20)).double(), torch.randn(5, 32).double(), exclude=["odd"])
+    assert site.cause is Cause.USER and "odd" in site.reason
+
+
+# --- projections to logits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lm_head", "score", "classifier", "embed_out"])
+def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) -> None:
+    model, x = Named(**{name: (32, 48)}), torch.randn(5, 32)
+    site = verdict(model, x)
+    assert site.cause is Cause.RULE and "logits" in site.reason and "lm_head=True" in site.reason
+    assert verdict(model, x, lm_head=True).status == "fp8"
+
+
+def test_a_head_by_the_loss_that_reads_it() -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(fc(x).float().view(-1, 48), target)
+
+    site = verdict(run, torch.randn(2, 5, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_embedding_that_shares_its_weight() -> None:
+    embed, other = nn.Embedding(64, 32), nn.Linear(32, 32)
+
+    def run(ids: Tensor) -> Tensor:
+        return F.linear(torch.tanh(other(embed(ids))), embed.weight)
+
+    plan = planned(run, torch.randint(0, 64, (2, 5)))
+    assert [site.cause for site in plan.sites] == [None, Cause.RULE]
+    assert "embedding" in plan.sites[1].reason
+
+
+def test_an_activation_on_the_way_to_the_loss_makes_no_head() -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(b(torch.tanh(a(x))), target)
+
+    plan = planned(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert [site.cause for site in plan.sites] == [None, Cause.RULE]
+
+
+def test_a_router_keeps_its_precision() -> None:
+    gate = nn.Linear(32, 16)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.topk(F.softmax(gate(x).float(), dim=-1), 2).values
+
+    site = verdict(run, torch.randn(10, 32))
+    assert site.cause is Cause.RULE and "router" in site.reason
+
+
+# --- support -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(33, 48), (32, 50), (17, 131)])
+def test_any_size_from_sixteen_up_is_taken(size: tuple[int, int]) -> None:
+    site = verdict(Named(proj=size), torch.randn(5, size[0]))
+    assert site.status == "fp8"
+    assert all((had + added) % 16 == 0 and added < 16 for had, added in zip(size, site.padding, strict=True))
+
+
+@pytest.mark.parametrize(("size", "what"), [((8, 48), "in_features=8"), ((32, 2), "out_features=2"), ((4, 4), "in")])
+def test_what_would_be_mostly_padding_stays_in_high_precision_by_rule(size: tuple[int, int], what: str) -> None:
+    site = verdict(Named(proj=size), torch.randn(5, size[0]), cost_model=False)
+    assert site.cause is Cause.RULE and "narrow" in site.reason and what in site.reason
+
+
+def test_the_number_of_tokens_may_be_anything() -> None:
+    assert verdict(Named(proj=(32, 48)), torch.randn(7, 32)).status == "fp8"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_training_dtype_is_taken(dtype: torch.dtype) -> None:
+    assert verdict(Named(proj=(32, 48)).to(dtype), torch.randn(5, 32, dtype=dtype)).status == "fp8"
+
+
+def test_a_dtype_that_is_not_taken_is_named() -> None:
+    site = verdict(Named(proj=(32, 48)).double(), torch.randn(5, 32).double())
+    assert site.cause is Cause.UNSUPPORTED and "float64" in site.reason
+
+
+def fake_site(x_device: str, weight_device: str | None = None, tokens: int = 8192) -> Any:
+    """A site whose operands only claim to live somewhere."""
+
+    def node(device: str, *shape: int) -> Any:
+        value = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, shape=shape)
+        return SimpleNamespace(meta={"example_value": value})
+
+    return SimpleNamespace(
+        x=node(x_device, tokens, 64), weight=node(weight_device or x_device, 64, 64), tokens=tokens, features=(64, 64),
+        padding=(0, 0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_other_accelerators_are_named_in_the_reason(device: str) -> None:
+    cause, reason = select.by_device(fake_site(device), Options())
+    assert cause is Cause.UNSUPPORTED and repr(device) in reason
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_fp8_is_left_alone(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target("cuda", capability)))
+    found = select.by_device(fake_site("cuda"), Options())
+    assert (found is None) is taken
+    if found is not None:
+        assert ".".join(map(str, capability)) in found[1]
+
+
+def test_operands_on_two_devices_are_left_alone() -> None:
+    cause, reason = select.by_device(fake_site("cuda:0", "cuda:1"), Options())
+    assert cause is Cause.UNSUPPORTED and "cuda:0" in reason and "cuda:1" in reason
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_linear_on_a_gpu_is_left_alone_unless_forced() -> None:
+    small = fake_site("cuda", tokens=16)
+    cause, reason = select.by_cost(small, Options())
+    assert cause is Cause.RULE and "16×64×64" in reason and "cost_model=False" in reason
+    assert select.by_cost(small, Options(cost_model=False)) is None
+
+
+def test_the_cost_model_is_off_on_a_cpu() -> None:
+    assert select.by_cost(fake_site("cpu", tokens=16), Options()) is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_large_linears_gain_and_tiny_ones_lose(training: bool) -> None:
+    assert gain_microseconds(8192, 4096, 4096, training=training) > 0
+    assert gain_microseconds(16, 64, 64, training=training) < 0
+
+
+def test_in_the_range_where_fp8_gains_more_tokens_gain_more() -> None:
+    gains = [gain_microseconds(tokens, 4096, 4096, training=True) for tokens in (4096, 8192, 16384)]
+    assert gains == sorted(gains)
+
+
+def test_padding_costs_time_and_a_large_head_still_gains() -> None:
+    size = (8192, 4096, 50257)
+    padded, aligned = (gain_microseconds(*size, padding=more, training=True) for more in ((0, 15), (0, 0)))
+    assert 0 < padded < aligned
+    assert gain_microseconds(8192, 1000, 17, padding=(8, 15), training=True) < 0
+
+
+# --- strict --------------------------------------------------------------------------------------------------------
+
+
+class WithWideOne(Named):
+    """Linears of one input, and one named ``odd`` in a dtype that has no FP8 copy."""
+
+    def __init__(self, **sizes: tuple[int, int]) -> None:
+        super().__init__(**sizes)
+        self.odd.double()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [module(x.to(module.weight.dtype)).sin() for module in self.children()]
+
+
+def test_strict_objects_to_missing_support_alone() -> None:
+    model, x = WithWideOne(odd=(32, 20), lm_head=(32, 48), narrow=(32, 2), other=(32, 16)), torch.randn(5, 32)
+    with pytest.raises(StrictError, match=r"(?s)1 linear.*odd.*20.*float64"):
+        planned(model, x).require_all_supported()
+    planned(model, x, exclude=["odd"]).require_all_supported()
+
+
+def test_strict_does_not_object_to_what_a_rule_would_keep_anyway() -> None:
+    model, x = WithWideOne(odd=(32, 2)), torch.randn(5, 32)
+    planned(model, x).require_all_supported()
+
+
+def test_the_fp8_share_leaves_out_what_rules_and_users_keep() -> None:
+    model, x = WithWideOne(a=(32, 48), odd=(32, 20), lm_head=(32, 1600)), torch.randn(5, 32)
+    assert planned(model, x).fp8_flops_fraction == pytest.approx(48 / (48 + 20))
+    assert planned(model, x, exclude=["odd"]).fp8_flops_fraction == 1.0

@@ -1,0 +1,108 @@
+"""Copies of key heads go where a kernel knows shared heads, and stay where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_compile.passes.text import ops_text
+from te_compile.passes.undo_repeated_heads import undo_repeated_heads
+from tests.capturing import captured
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BATCH, HEADS, SHARED, LENGTH, WIDTH = 2, 6, 3, 5, 8
+Repeat = Callable[[Tensor], Tensor]
+
+
+def by_expansion(x: Tensor) -> Tensor:
+    copies = x[:, :, None, :, :].expand(BATCH, x.shape[1], HEADS // x.shape[1], *x.shape[2:])
+    return copies.reshape(BATCH, HEADS, *x.shape[2:])
+
+
+def by_unsqueeze(x: Tensor) -> Tensor:
+    return x.unsqueeze(2).expand(-1, -1, HEADS // x.shape[1], -1, -1).flatten(1, 2)
+
+
+def by_interleaving(x: Tensor) -> Tensor:
+    return torch.repeat_interleave(x, HEADS // x.shape[1], dim=1)
+
+
+def by_whole_copies(x: Tensor) -> Tensor:
+    return x.repeat(1, HEADS // x.shape[1], 1, 1)
+
+
+def of_the_length(x: Tensor) -> Tensor:
+    return x[:, :, None, :, :].expand(BATCH, 3, 2, LENGTH, WIDTH).reshape(BATCH, 6, LENGTH, WIDTH).roll(1, 1)
+
+
+def heads(count: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(BATCH, count, LENGTH, WIDTH).to(dtype).requires_grad_()
+
+
+def changed(run: Callable[..., Tensor], *inputs: Tensor, tolerance: float = 5e-2) -> tuple[int, str]:
+    """How many attentions of ``run`` were changed, and its text; results and gradients are checked to be the same."""
+    gm, examples = captured(run, *inputs)
+    count = undo_repeated_heads(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    leaves = [x for x in inputs if x.requires_grad]
+    results = []
+    for y in (gm(*examples)[0], run(*inputs)):
+        weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
+        results.append([y.detach(), *torch.autograd.grad((y.float() * weights).sum(), leaves)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    gm.graph.eliminate_dead_code()
+    return count, ops_text(gm.graph)
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("repeat", [by_expansion, by_unsqueeze, by_interleaving])
+def test_repeated_heads_are_read_where_they_are(repeat: Repeat, shared: int) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True, scale=0.3)
+
+    count, text = changed(run, heads(HEADS), heads(shared), heads(shared))
+    assert count == 1 and "enable_gqa=True" in text
+    assert "expand" not in text and "repeat" not in text
+
+
+@pytest.mark.parametrize("repeat", [by_whole_copies, of_the_length])
+def test_heads_in_another_order_stay(repeat: Repeat) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, repeat(k), repeat(v))
+
+    assert changed(run, heads(HEADS), heads(SHARED), heads(SHARED))[0] == 0
+
+
+def test_keys_without_values_or_with_a_mask_or_in_float32_stay() -> None:
+    def keys_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, by_expansion(k), v)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, by_expansion(k), by_expansion(v), attn_mask=mask)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, by_expansion(k), by_expansion(v))
+
+    mask = torch.rand(LENGTH, LENGTH) < 0.7
+    mask[:, 0] = True
+    assert changed(keys_alone, heads(HEADS), heads(SHARED), heads(HEADS))[0] == 0
+    assert changed(masked, heads(HEADS), heads(SHARED), heads(SHARED), mask)[0] == 0
+    wide = [heads(count, torch.float32) for count in (HEADS, SHARED, SHARED)]
+    assert changed(plain, *wide, tolerance=1e-5)[0] == 0
+
+
+def test_heads_written_into_after_they_were_copied_stay() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k * 2.0
+        keys, values = by_interleaving(k), by_interleaving(v)
+        k.mul_(3.0)
+        return F.scaled_dot_product_attention(q, keys, values) + k.sum()
+
+    assert changed(run, heads(HEADS), heads(SHARED), heads(SHARED))[0] == 0

@@ -1,0 +1,230 @@
+"""Weights that are made from a parameter: which are taken, what is quantised, where the gradient goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from te_compile import state
+from te_compile.options import Options
+from te_compile.passes.plan import Cause
+from te_compile.passes.select import select_linears
+from tests.capturing import only_site, regions_and_plan
+from tests.compiling import compiled, relative_error, train_step
+from tests.emulation import emulated_linear
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+Linear = Callable[..., Tensor]
+
+
+class Made(nn.Module):
+    """Applies ``function(linear, x, weight, mask)``; ``linear`` is F.linear or the emulation."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.function, self.linear = function, F.linear
+        self.weight = nn.Parameter(torch.randn(*shape, dtype=dtype))
+        self.register_buffer("mask", (torch.rand(*shape) > 0.3).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear, x, self.weight, self.mask)
+
+
+EXPRESSIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "1 + w": (lambda linear, x, w, m: linear(x, 1 + w), (48, 32)),
+    "cast": (lambda linear, x, w, m: linear(x, w.to(torch.bfloat16).to(torch.float32)), (48, 32)),
+    "transposed and laid out": (lambda linear, x, w, m: linear(x, w.t().contiguous()), (32, 48)),
+    "masked": (lambda linear, x, w, m: linear(x, w * m), (48, 32)),
+    "a slice": (lambda linear, x, w, m: linear(x, w[32:80]), (96, 32)),
+    "a view": (lambda linear, x, w, m: linear(x, w.view(48, 32)), (4, 12, 32)),
+    "one expert": (lambda linear, x, w, m: linear(x, w[2]), (4, 48, 32)),
+    "an unbound expert": (lambda linear, x, w, m: linear(x, w.unbind(0)[1]), (4, 48, 32)),
+    "a chunk": (lambda linear, x, w, m: linear(x, w.chunk(2)[1]), (96, 32)),
+    "normalised": (lambda linear, x, w, m: linear(x, F.normalize(w, dim=1)), (48, 32)),
+    "a constant of the graph": (lambda linear, x, w, m: linear(x, w * torch.tril(torch.ones(48, 32))), (48, 32)),
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_matrix_made_from_a_parameter_is_a_weight_with_the_parameters_state(name: str) -> None:
+    function, shape = EXPRESSIONS[name]
+    site = only_site(Made(function, *shape), torch.randn(5, 32))
+    assert (site.status, site.features) == ("fp8", (32, 48))
+    assert site.root_weight is not None and site.root_weight.op == "placeholder"
+    assert site.matrix is not None and site.matrix.owner is site.root_weight
+
+
+@pytest.mark.parametrize("around", ("in the open", "checkpointed"))
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_values_and_gradients_are_the_textbooks(name: str, around: str) -> None:
+    function, shape = EXPRESSIONS[name]
+    model, x = Made(function, *shape), torch.randn(random.randrange(3, 20), 32, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return model(x) if around == "in the open" else checkpoint(model, x, use_reentrant=False)
+
+    y, got = train_step(model, compiled(run, strict=True), x)
+    dx, x.grad = x.grad, None
+    model.linear = emulated_linear
+    expected_y, expected = train_step(model, model, x)
+    assert relative_error(y, expected_y) < 1e-4 and relative_error(dx, x.grad) < 1e-3
+    assert relative_error(got["weight"], expected["weight"]) < 1e-3
+
+
+def test_slices_of_one_parameter_share_its_state_and_the_larger_amax_enters_it() -> None:
+    model = Made(lambda linear, x, w, m: linear(x, w[:16]) * linear(2 * x, w[16:]), 32, 32)
+    x = torch.randn(8, 32)
+    train_step(model, compiled(model), x)
+    found = state.existing_state(model.weight, 1024)
+    assert found is not None
+    assert torch.equal(found.history[0, 0], 2 * x.abs().max())
+    assert torch.equal(found.history[1, 0], model.weight.abs().max())
+
+
+def test_a_parameter_and_a_matrix_made_from_it_are_both_quantised() -> None:
+    model = Made(lambda linear, x, w, m: linear(linear(x, w).relu(), 0.5 * w), 32, 32)
+    runs, x = compiled(model), torch.randn(8, 32)
+    for _ in range(2):  # the second step runs with the scales that the first one left
+        y, got = train_step(model, runs, x)
+    model.linear = emulated_linear
+    expected_y, expected = train_step(model, model, x)
+    # Both round, each on the grid of scales of its own: √2 times the error of two products in E4M3, and in E5M2.
+    assert relative_error(y, expected_y) < 0.1 and relative_error(got["weight"], expected["weight"]) < 0.25
+
+
+def test_a_body_that_reads_a_parameter_and_its_transpose_gets_it_once() -> None:
+    model, x = Made(lambda linear, x, w, m: (linear(x, 1 + w)).relu() @ w.T, 32, 32), torch.randn(8, 32)
+    y, got = train_step(model, compiled(lambda x: checkpoint(model, x, use_reentrant=False), strict=True), x)
+    expected_y, expected = train_step(model, model, x)
+    assert relative_error(y, expected_y) < 0.1 and relative_error(got["weight"], expected["weight"]) < 0.2
+
+
+def test_a_weight_of_several_parameters_has_the_state_of_the_largest() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(32, 48))
+    x = torch.randn(8, 32)
+    train_step(model, compiled(model, strict=True), x)
+    direction = model.parametrizations.weight.original1
+    assert direction.numel() == 48 * 32 and state.existing_state(direction, 1024) is not None
+
+
+# --- what is no weight ---------------------------------------------------------------------------------------------
+
+
+def _written_before(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    with torch.no_grad():
+        w.clamp_(-0.5, 0.5)
+    return linear(x, w)
+
+
+def _written_copy(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    copied = w.t().contiguous().t()
+    copied.mul_(2.0)
+    return linear(x, copied)
+
+
+def _mask_written(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    m.fill_(0.5)
+    return linear(x, w * m)
+
+
+@pytest.mark.parametrize("function", (_written_before, _written_copy, _mask_written))
+def test_a_weight_that_the_model_writes_to_is_left_alone_and_right(function: Callable[..., Tensor]) -> None:
+    site = only_site(Made(function, 48, 32), torch.randn(5, 32))
+    assert site.cause is Cause.UNSUPPORTED and "in place" in site.reason
+    model, x = Made(function, 48, 32), torch.randn(5, 32)
+    stored = {name: each.clone() for name, each in model.state_dict().items()}
+    y, _ = train_step(model, compiled(model), x)
+    model.load_state_dict(stored)
+    assert torch.equal(y, train_step(model, model, x)[0])
+
+
+def test_a_write_to_something_else_changes_nothing() -> None:
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        m.fill_(0.5)
+        return linear(x, w).relu_()
+
+    assert only_site(Made(run, 48, 32), torch.randn(5, 32)).status == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    (
+        (lambda linear, x, w, m: linear(x, w * x.mean()), "inputs of the call"),
+        (lambda linear, x, w, m: linear(x, F.dropout(w, 0.5)), "dropout"),
+        (lambda linear, x, w, m: linear(x, w + torch.rand_like(w)), "another result each time"),
+        (lambda linear, x, w, m: linear(x, w @ torch.eye(32)), "another product"),
+        (lambda linear, x, w, m: linear(x, m), "not a parameter"),
+    ),
+    ids=("activations", "dropout", "noise", "product", "buffer"),
+)
+def test_a_matrix_that_is_no_lasting_function_of_a_parameter_is_kept(
+    function: Callable[..., Tensor], reason: str
+) -> None:
+    _, plan = regions_and_plan(Made(function, 48, 32), torch.randn(5, 32))
+    site = plan.sites[-1]
+    assert site.cause is Cause.UNSUPPORTED and reason in site.reason
+
+
+def test_an_autocast_that_begins_in_the_graph_keeps_a_computed_weight_out() -> None:
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            masked = w * m
+        return linear(x, masked)
+
+    site = only_site(Made(run, 48, 32), torch.randn(5, 32))
+    assert site.cause is Cause.UNSUPPORTED and "autocast" in site.reason
+
+
+def test_a_weight_unpacked_from_quantised_storage_is_kept() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            codes = torch.randint(0, 255, (48, 32), dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(48, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.codes.float() * self.scale)
+
+    site = only_site(Packed(), torch.randn(5, 32))
+    assert site.cause is Cause.UNSUPPORTED and "uint8" in site.reason
+
+
+def test_a_router_that_casts_its_weight_keeps_its_precision() -> None:
+    def route(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        scores = linear(x.type(torch.float32), w.type(torch.float32)).softmax(-1)
+        return torch.topk(scores, 2).values
+
+    _, plan = regions_and_plan(Made(route, 16, 32, dtype=torch.bfloat16), torch.randn(5, 32, dtype=torch.bfloat16))
+    select_linears(plan, Options())
+    (site,) = plan.sites
+    assert site.cause is Cause.RULE and "router" in site.reason
+
+
+def test_a_head_that_casts_a_tied_embedding_is_a_head() -> None:
+    embedding = nn.Embedding(64, 32, dtype=torch.bfloat16)
+
+    def run(ids: Tensor) -> Tensor:
+        return F.linear(embedding(ids).float().tanh(), embedding.weight.float())
+
+    _, plan = regions_and_plan(run, torch.randint(0, 64, (2, 5)))
+    select_linears(plan, Options())
+    assert [site.cause for site in plan.sites] == [Cause.RULE] and "embedding" in plan.sites[0].reason
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_recipe_without_state_takes_them_too(training: bool) -> None:
+    model, x = Made(lambda linear, x, w, m: linear(x, w * m), 48, 32), torch.randn(5, 32)
+    fast: Any = compiled(model, recipe="current", strict=True)
+    with torch.set_grad_enabled(training):
+        y = fast(x)
+        model.linear = emulated_linear
+        assert relative_error(y, model(x)) < 1e-4

@@ -1,0 +1,250 @@
+"""State: one per parameter, alive as long as the parameter, waited for without stalling anyone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from te_compile import state as module
+from te_compile.ops import calibration
+from te_compile.state import ROLES, ParameterState, existing_state, poll, skipped_counts, state_of
+from te_compile.state_files import load_state_dict, state_dict
+from tests.states import LENGTH, fill, poll_often, two_layers, used
+
+pytestmark = pytest.mark.usefixtures("nothing_waits")
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# --- lookup --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_state_has_seen_nothing() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    assert state.forward.shape == (2, 2 + LENGTH) and state.backward.shape == (1, 2 + LENGTH)
+    assert state.forward.dtype == state.backward.dtype == torch.float32
+    assert not state.forward.any() and not state.backward.any()
+
+
+def test_a_parameter_has_one_state_for_each_history_length() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, 5)
+    assert existing_state(parameter, 7) is None
+    other = state_of(parameter, 7)
+    assert state_of(parameter, 5) is existing_state(parameter, 5) is state
+    assert state_of(parameter, 7) is other is not state
+    assert (state.history_length, other.history_length) == (5, 7)
+
+
+def test_equal_parameters_have_states_of_their_own() -> None:
+    values = torch.rand(3, 4)
+    one, other = nn.Parameter(values), nn.Parameter(values)
+    assert state_of(one, LENGTH) is not state_of(other, LENGTH)
+
+
+def test_the_roles_are_x_w_gradient_in_this_order() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    fill(state)
+    rows = torch.cat([state.forward, state.backward])
+    assert ROLES == ("x", "w", "gradient")
+    assert torch.equal(state.scale, rows[:, 0])
+    assert torch.equal(state.skipped, rows[:, 1])
+    assert torch.equal(state.history, rows[:, 2:])
+
+
+@needs_cuda
+def test_a_state_follows_its_parameter_to_another_device() -> None:
+    model = nn.Linear(3, 4)
+    state = state_of(model.weight, LENGTH)
+    fill(state)
+    before = torch.cat([state.forward, state.backward])
+    model.cuda()
+    assert state_of(model.weight, LENGTH) is state
+    assert state.forward.is_cuda and state.backward.is_cuda
+    assert torch.equal(torch.cat([state.forward, state.backward]).cpu(), before)
+
+
+def test_a_state_made_on_the_meta_device_starts_afresh_when_the_parameter_materialises() -> None:
+    model = nn.Linear(3, 4, device="meta")
+    parameter = model.weight
+    state = state_of(parameter, LENGTH)
+    module._move(state, torch.empty(4, 3))
+    assert state.forward.device.type == state.backward.device.type == "cpu"
+    assert not state.forward.any()
+
+
+def test_a_fake_parameter_gets_a_fake_state_that_nobody_keeps() -> None:
+    before = len(module._states)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.rand(3, 4))
+        state = state_of(fake, LENGTH, training=True)
+    assert state.forward.shape == (2, 2 + LENGTH) and state.forward.dtype == torch.float32
+    assert len(module._states) == before and not calibration.pending()
+
+
+def test_a_state_made_in_inference_mode_can_be_trained() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    with torch.inference_mode():
+        state = state_of(parameter, LENGTH)
+    state.forward.add_(1)
+    assert not state.forward.is_inference() and not state.backward.is_inference()
+
+
+def test_deleting_the_model_frees_its_state_and_stops_the_waiting() -> None:
+    model = two_layers()
+    states = [weakref.ref(state_of(layer.weight, LENGTH, training=True)) for layer in model]
+    tensors = [weakref.ref(reference().forward) for reference in states]
+    assert calibration.pending()
+    del model
+    gc.collect()
+    assert [each() for each in states + tensors] == [None] * 4
+    assert not calibration.pending() and not module._waiting
+
+
+def test_a_parameter_at_the_address_of_a_dead_one_starts_afresh() -> None:
+    addresses = set()
+    for _ in range(100):
+        parameter = nn.Parameter(torch.rand(1))
+        addresses.add(id(parameter))
+        state = state_of(parameter, LENGTH)
+        assert not state.forward.any()
+        fill(state)
+    assert len(addresses) < 100, "no address was used twice, so nothing was tested"
+
+
+# --- calibration ---------------------------------------------------------------------------------------------------
+
+
+def test_inference_waits_for_the_forward_scales_only() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    assert calibration.pending()
+    poll_often()
+    assert calibration.pending(), "no scale has arrived"
+    state.forward[0, 0] = 1
+    poll_often()
+    assert calibration.pending(), "the weight still lacks a scale"
+    state.forward[1, 0] = 1
+    poll_often()
+    assert not calibration.pending()
+
+
+def test_training_waits_for_the_gradients_scale_too() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, LENGTH)
+    state.forward[:, 0] = 1
+    poll()
+    assert not calibration.pending()
+    state_of(parameter, LENGTH, training=True)
+    assert calibration.pending()
+    poll_often()
+    assert calibration.pending()
+    state.backward[:, 0] = 1
+    poll_often()
+    assert not calibration.pending()
+    state_of(parameter, LENGTH, training=True)
+    assert not calibration.pending(), "a scale that is known stays known"
+
+
+def test_a_model_is_calibrated_by_the_second_call_after_its_first_step() -> None:
+    model = two_layers()
+    poll()
+    states = [state_of(layer.weight, LENGTH, training=True) for layer in model]
+    for state in states:
+        fill(state)
+    poll()
+    assert not calibration.pending()
+
+
+def test_a_scale_that_never_comes_is_looked_for_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, LENGTH)
+    looks = []
+    original = module._look_at
+    monkeypatch.setattr(module, "_look_at", lambda *arguments: looks.append(arguments) or original(*arguments))
+    for _ in range(1000):
+        poll()
+    assert 8 <= len(looks) <= 14
+    assert state.forward.device.type == "cpu" and calibration.pending()
+
+
+def test_polling_touches_no_tensor_when_nothing_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    fill(state_of(parameter, LENGTH))
+    poll()
+    monkeypatch.setattr(module, "_look_at", lambda *_: pytest.fail("looked"))
+    poll_often()
+
+
+@needs_cuda
+def test_the_scales_of_a_busy_device_are_awaited_without_stalling_it() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4, device="cuda")), LENGTH, training=True)
+    poll()
+    torch.cuda._sleep(2_000_000_000)  # about a second of device time
+    fill_on_device(state)
+    started = torch.cuda.Event()
+    started.record()
+    for _ in range(10):
+        poll()
+    assert not started.query(), "polling waited for the device"
+    assert calibration.pending()
+    torch.cuda.synchronize()
+    poll_often()
+    assert not calibration.pending()
+
+
+def fill_on_device(state: ParameterState) -> None:
+    """Scales written by kernels, without a copy that would wait."""
+    state.forward.fill_(1)
+    state.backward.fill_(1)
+
+
+@needs_cuda
+def test_polling_does_nothing_while_a_graph_is_captured() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4, device="cuda")), LENGTH)
+    fill_on_device(state)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.forward.add_(0)
+        poll_often()
+    assert calibration.pending()
+    poll_often()
+    torch.cuda.synchronize()
+    poll_often()
+    assert not calibration.pending()
+
+
+@needs_cuda
+def test_a_loaded_state_wins_over_scales_that_were_on_their_way() -> None:
+    model = nn.Linear(4, 4, device="cuda")
+    state = state_of(model.weight, LENGTH)
+    entries = state_dict(model)
+    torch.cuda._sleep(500_000_000)
+    fill_on_device(state)
+    poll()
+    load_state_dict(model, entries)
+    torch.cuda.synchronize()
+    poll_often()
+    assert calibration.pending(), "the loaded scales are zero"
+
+
+# --- counts ---
+
+
+def test_skipped_amaxes_are_counted_by_parameter_and_role() -> None:
+    model = used(two_layers())
+    counts = torch.randint(0, 99, (3,)).tolist()
+    state = state_of(model[0].weight, LENGTH)
+    state.forward[:, 1], state.backward[:, 1] = torch.tensor(counts[:2]), counts[2]
+    state_of(model[1].weight, LENGTH).forward[:, 1] = 0
+    state_of(model[1].weight, LENGTH).backward[:, 1] = 0
+    assert skipped_counts(model) == {
+        "0.weight": dict(zip(ROLES, counts, strict=True)),
+        "1.weight": {"x": 0, "w": 0, "gradient": 0},
+    }

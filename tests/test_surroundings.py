@@ -1,0 +1,351 @@
+"""What people put around a model: checkpointing, graph breaks, regional compilation, data parallelism, Trainer."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import te_compile
+from te_compile import state
+from te_compile.passes import manager
+from te_compile.state_files import state_dict
+from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step
+from tests.emulation import emulated
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+L = 1024  # amax_history_len of the default recipe
+CHECKOUT = Path(__file__).parent.parent
+
+
+class Block(nn.Module):
+    """A pre-norm block: shared input, a gate, an activation, residual sums, dropout that a test may turn on."""
+
+    def __init__(self, d: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.q, self.k = nn.Linear(d, d), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.q(h) * torch.sigmoid(self.k(h))
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Stack(nn.Module):
+    """Blocks, recomputed in the backward pass if asked for."""
+
+    def __init__(self, layers: int = 2, recomputed: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dropout=dropout) for _ in range(layers)])
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return x
+
+
+def trajectory(model: nn.Module, batches: list[Tensor], **options: Any) -> tuple[list[dict[str, Tensor]], Any]:
+    """The gradients of each step on ``batches``, and the FP8 state at the end."""
+    torch._dynamo.reset()
+    fast = compiled(model, **options)
+    return [train_step(model, fast, batch)[1] for batch in batches], state_dict(model)
+
+
+def assert_equal_to_the_bit(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> None:
+    for step, (one, other) in enumerate(zip(some, others, strict=True)):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), f"step {step}"
+
+
+# --- activation checkpointing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_checkpointing_changes_no_bit_of_any_gradient(recipe: str) -> None:
+    """Over several steps of ever larger data, so that every step has other scales."""
+    plain = Stack()
+    recomputed = copy.deepcopy(plain)
+    recomputed.recomputed = True
+    batches = [3.0**step * torch.randn(3, 5, 32) for step in range(3)]
+    expected, expected_state = trajectory(plain, batches, recipe=recipe)
+    got, got_state = trajectory(recomputed, batches, recipe=recipe)
+    assert_equal_to_the_bit(got, expected)
+    assert all(torch.equal(got_state[name], entry) for name, entry in expected_state.items())
+
+
+@pytest.mark.slow
+def test_checkpointing_with_inductor_computes_the_gradients_of_no_checkpointing() -> None:
+    """To rounding, for Inductor fuses each of the two graphs as it likes."""
+    plain = Stack(layers=1)
+    recomputed = copy.deepcopy(plain)
+    recomputed.recomputed = True
+    batches = [3.0**step * torch.randn(4, 32) for step in range(3)]
+    expected, _ = trajectory(plain, batches, compiler="inductor")
+    got, _ = trajectory(recomputed, batches, compiler="inductor")
+    for one, other in zip(got, expected, strict=True):
+        for name, gradient in other.items():
+            torch.testing.assert_close(one[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max() + 1))
+
+
+def test_linears_inside_checkpointed_blocks_run_in_fp8_and_their_amax_is_counted_once() -> None:
+    model = Stack(recomputed=True)
+    with manager.recording() as records:
+        train_step(model, compiled(model), torch.randn(3, 5, 32))
+    (record,) = records
+    assert [site.status for site in record.plan.sites] == ["fp8"] * 8
+    assert {site.name for site in record.plan.sites} == {
+        f"blocks.{i}.{name}" for i in (0, 1) for name in ("q", "k", "up", "down")
+    }
+    assert len(producers(record)) == 6, "q and k of a block share one quantize"
+    history = state.existing_state(model.blocks[1].up.weight, L).history
+    assert ((history > 0).sum(1) == 1).all()
+
+
+def test_a_checkpointed_block_with_dropout_draws_the_same_mask_again() -> None:
+    """The gradient of a sum through dropout shows the mask: it must be that of the forward."""
+    model = Stack(layers=1, recomputed=True, dropout=0.5)
+    x = torch.randn(6, 32)
+    fast = compiled(model)
+    y = fast(x)
+    y.sum().backward()
+    down = model.blocks[0].down
+    kept = (y - x).detach()
+    assert down.bias.grad is not None
+    # Each column's bias gradient is 2 × the rows that were kept there: a whole, even number between 0 and 12.
+    assert torch.equal(down.bias.grad, down.bias.grad.round()) and float(down.bias.grad.max()) <= 12
+    assert kept.shape == x.shape
+
+
+def test_checkpointing_of_only_some_blocks() -> None:
+    model = Stack(layers=3)
+    plain = copy.deepcopy(model)
+
+    class Mixed(nn.Module):
+        def __init__(self, blocks: nn.ModuleList) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            x = checkpoint(self.blocks[1], x, use_reentrant=False)
+            return self.blocks[2](x)
+
+    batches = [torch.randn(4, 32) for _ in range(2)]
+    assert_equal_to_the_bit(
+        trajectory(Mixed(model.blocks), batches)[0],
+        trajectory(plain, batches)[0],
+    )
+
+
+def test_hugging_face_gradient_checkpointing_changes_no_bit() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM(config).train()
+    recomputed = copy.deepcopy(plain)
+    recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 64, (2, 16))
+    results = []
+    for model in (plain, recomputed):
+        torch._dynamo.reset()
+        fast = compiled(model)
+        steps = []
+        with manager.recording() as records:
+            for _ in range(2):
+                model.zero_grad(set_to_none=True)
+                fast(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                steps.append(gradients(model))
+        assert sum(site.status == "fp8" for record in records for site in record.plan.sites) == 14
+        results.append(steps)
+    assert_equal_to_the_bit(results[1], results[0])
+
+
+# --- pieces of a model ---------------------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """A model that Dynamo cannot capture in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(torch.tanh(y))
+
+
+def test_a_graph_break_changes_no_number_and_loses_no_linear() -> None:
+    model = Broken()
+    x = torch.randn(7, 32)
+    reference = emulated(model, lambda name, module: True)
+    _, expected = train_step(reference, reference, x)
+    with manager.recording() as records:
+        _, got = train_step(model, compiled(model), x)
+    assert len(records) == 2
+    assert sum((gemm_labels(record) for record in records), start=gemm_labels()) == {
+        "first forward": 1, "first wgrad": 1, "second forward": 1, "second dgrad": 1, "second wgrad": 1,
+    }  # fmt: skip
+    assert all(cosine(got[name], gradient) > 0.9999 for name, gradient in expected.items())
+    names = {entry.rpartition(".")[0] for entry in state_dict(model)}
+    assert names == {"first.weight", "second.weight"}
+
+
+def test_blocks_compiled_one_by_one_share_code_and_no_state() -> None:
+    model = Stack(layers=4)
+    reference = emulated(model, lambda name, module: True)
+    x = torch.randn(6, 32)
+    expected = [train_step(reference, reference, x)[1]]
+    with manager.recording() as records:
+        for block in model.blocks:
+            block.compile(backend=BACKEND, options={"compiler": "aot_eager"})
+        _, got = train_step(model, model, x)
+    assert len(records) <= 2, "blocks of equal structure compile once, or once more where the first block differs"
+    for name, gradient in expected[0].items():
+        assert cosine(got[name], gradient) > 0.98, name
+    states = [state.existing_state(block.up.weight, L) for block in model.blocks]
+    assert None not in states and len({id(each) for each in states}) == 4
+    assert len({float(each.history[0, 0]) for each in states}) == 4, "each block has seen data of its own"
+    assert len(state_dict(model)) == 2 * 4 * 4
+
+
+def test_a_part_of_a_model_and_then_the_whole_use_one_state() -> None:
+    model = Stack(layers=2)
+    x = torch.randn(6, 32)
+    train_step(model, compiled(model.blocks[0]), x)
+    before = state.existing_state(model.blocks[0].up.weight, L)
+    train_step(model, compiled(model), x)
+    assert state.existing_state(model.blocks[0].up.weight, L) is before
+    assert int((before.history[0] > 0).sum()) == 2
+
+
+def test_a_copy_of_a_model_has_a_state_of_its_own() -> None:
+    model = Stack(layers=1)
+    train_step(model, compiled(model), torch.randn(6, 32))
+    other = copy.deepcopy(model)
+    assert not state_dict(other)
+    train_step(other, compiled(other), 10 * torch.randn(6, 32))
+    mine, others = state_dict(model), state_dict(other)
+    assert mine.keys() == others.keys()
+    assert not torch.equal(mine["blocks.0.up.weight.forward"], others["blocks.0.up.weight.forward"])
+
+
+def test_an_optimizer_trains_the_users_own_parameters() -> None:
+    model = Stack(layers=1)
+    fast = compiled(model)
+    x, target = torch.randn(16, 32), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = F.mse_loss(fast(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_functional_gradients_are_those_of_backward() -> None:
+    """torch.autograd.grad instead of .backward(), on the parameters and the input."""
+    model = Stack(layers=1)
+    x = torch.randn(5, 32, requires_grad=True)
+    fast = compiled(model, recipe="current")
+    wanted = [x, *model.parameters()]
+    got = torch.autograd.grad(fast(x).square().mean(), wanted)
+    fast(x).square().mean().backward()
+    assert all(torch.equal(g, each.grad) for g, each in zip(got, wanted, strict=True))
+
+
+# --- several processes ---------------------------------------------------------------------------------------------
+
+
+def run_two_ranks(directory: Path, reduce_amax: bool) -> list[dict[str, Any]]:
+    """Both ranks of tests/programs/data_parallel.py, and what they wrote."""
+    arguments = [str(directory), "reduce" if reduce_amax else "alone"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.programs.data_parallel", str(rank), *arguments],
+            cwd=CHECKOUT, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    errors = [rank.communicate(timeout=400)[1] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("reduce_amax", [True, False])
+def test_data_parallel_ranks_agree_on_gradients_and_if_asked_on_amaxes(reduce_amax: bool, tmp_path: Path) -> None:
+    first, second = run_two_ranks(tmp_path, reduce_amax)
+    assert all(torch.equal(first["gradients"][name], g) for name, g in second["gradients"].items())
+    assert first["state"].keys() == second["state"].keys() and len(first["state"]) == 4
+    for name, entry in first["state"].items():
+        agree = torch.equal(entry, second["state"][name])
+        assert agree is reduce_amax, name
+
+
+# --- Trainer -------------------------------------------------------------------------------------------------------
+
+
+def trained_by_trainer(model: nn.Module, directory: Path, **arguments: Any) -> list[manager.Compilation]:
+    """Three steps of Hugging Face's Trainer on random data; the compilations that they needed."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (12, 16))]
+    settings = transformers.TrainingArguments(
+        output_dir=str(directory), max_steps=3, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-3, **arguments,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with manager.recording() as records:
+        result = transformers.Trainer(model=model, args=settings, train_dataset=rows).train()
+    assert result.global_step == 3 and 3.0 < result.training_loss < 5.5
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+    return records
+
+
+def tiny_llama() -> Any:
+    """One layer."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_trainer_trains_a_model_that_was_compiled_in_place(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.compile(backend=BACKEND, options={"compiler": "aot_eager"})
+    records = trained_by_trainer(model, tmp_path)
+    assert sum(site.status == "fp8" for record in records for site in record.plan.sites) >= 7
+    history = state.existing_state(model.model.layers[0].mlp.up_proj.weight, L).history
+    assert ((history > 0).sum(1) == 3).all()
+
+
+def test_trainer_knows_the_backend_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer passes no options; the environment does. Its accelerate knows other people's backends by a list."""
+    model = tiny_llama()
+    monkeypatch.setenv("TE_COMPILE_COMPILER", "aot_eager")
+    if hasattr(te_compile, "accept_in_accelerate"):
+        te_compile.accept_in_accelerate()
+    records = trained_by_trainer(model, tmp_path, torch_compile=True, torch_compile_backend=BACKEND)
+    assert sum(site.status == "fp8" for record in records for site in record.plan.sites) >= 7
