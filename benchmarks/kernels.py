@@ -1,0 +1,333 @@
+"""Each kernel family on the tensors of a 4096 / 16384 layer: time, bandwidth and the share of a plain copy's bandwidth.
+
+    python -m benchmarks.kernels                  all rows
+    python -m benchmarks.kernels --sweep          other tiles beside the chosen ones
+    python -m benchmarks.kernels --only norm      rows whose name contains "norm"
+
+One JSON line a row. ``bytes`` is what the operation must move once: inputs read, outputs written; ``share`` compares
+the bandwidth that follows with that of a 1 GiB copy in the same run. Times are medians of CUDA graph replays with the
+L2 cold, so the host plays no part; ``host_us`` is what one call costs the host. Every row's result is checked in the
+same run. It exits with 1 if a check fails or a single-pass row with the chosen tile stays below the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from te_compile.kernels import norm, quantize, scale_update, weights
+from te_compile.kernels.quantize import Tile
+from te_compile.ops.norm import norm_reference
+from te_compile.ops.quantize import quantize_reference
+from te_compile.ops.scaling import update_scales_reference
+from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
+from te_compile.recipe import DelayedScaling, ScaleRule
+
+try:
+    from te_compile.kernels.pointwise import fused_quantize
+    from te_compile.ops.pointwise import Spec, evaluate
+except ImportError:  # the generator is a family of its own; the others can be measured without it
+    fused_quantize = None
+
+GOAL = 0.70
+DEVICE = "cuda"
+SHAPES = ((8192, 4096), (8192, 16384))
+LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RULE = ScaleRule()
+EPS = 1e-5
+# Producers as the joint graph has them: SwiGLU, tanh-GELU and the backward of ReLU² with the bias gradient.
+SPECS = {
+    "swiglu": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); "
+    "t3 = mul(t2, x1); t4 = bfloat16(t3); quantize t4",
+    "gelu": "x0: bfloat16[M, K]; t0 = mul(x0, x0); t1 = mul(t0, x0); t2 = mul(t1, 0.044715); t3 = add(x0, t2); "
+    "t4 = mul(t3, 0.7978845608028654); t5 = tanh(t4); t6 = add(t5, 1.0); t7 = mul(x0, 0.5); t8 = mul(t7, t6); "
+    "t9 = bfloat16(t8); quantize t9",
+    "relu2_backward": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = relu(x1); t1 = mul(x0, t0); t2 = mul(t1, 2.0); "
+    "t3 = bfloat16(t2); quantize t3; sum t3: float32",
+}
+SWEEP = {
+    "quantize": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8, 16) if m * k // w <= 4096],
+    "norm": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
+    "fused": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: ``call(tile)`` is timed, ``check(result)`` says whether it is right, None is the chosen tile.
+
+    family: whose tiles to sweep. single_pass: held to the goal.
+    """
+
+    name: str
+    shape: str
+    bytes: int
+    call: Callable[[Tile | None], Any]
+    check: Callable[[Any], bool]
+    family: str
+    single_pass: bool = True
+    swept: bool = True
+
+
+def _same(got: Tensor, wanted: Tensor, most_wrong: float = 0.0) -> bool:
+    """Are the bytes equal, but for at most this fraction of them?"""
+    if got.shape != wanted.shape:
+        return False
+    wrong = got.view(torch.uint8) != wanted.view(torch.uint8)
+    return float(wrong.float().mean()) <= most_wrong if wrong.numel() else True
+
+
+def _scale_of(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    return RULE.scale(x.abs().amax() * 1.1, torch.finfo(dtype).max)
+
+
+def quantize_rows() -> Iterator[Row]:
+    """Given scale and measured scale, forward and gradient types, both layouts and one."""
+    for m, k in SHAPES:
+        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+        scale = _scale_of(x)
+        for name, dtype, given, columnwise in (
+            ("quantize", E4M3, scale, True),
+            ("quantize E5M2", E5M2, _scale_of(x, E5M2), True),
+            ("quantize rowwise only", E4M3, scale, False),
+            ("quantize current scaling", E4M3, None, True),
+        ):
+
+            def call(tile: Tile | None, x=x, given=given, dtype=dtype, columnwise=columnwise) -> Any:
+                chosen = tile or quantize.TILE
+                return quantize.quantize(x, given, dtype, True, columnwise, RULE, given is None, chosen)
+
+            def check(got: Any, x=x, given=given, dtype=dtype, columnwise=columnwise) -> bool:
+                wanted = quantize_reference(x, given, dtype, True, columnwise, RULE)
+                scalars = torch.equal(got[2], wanted[2]) and torch.equal(got[3], wanted[3])
+                return scalars and _same(got[0], wanted[0]) and _same(got[1], wanted[1])
+
+            size = m * k * (4 if columnwise else 3)
+            yield Row(name, f"{m}x{k}", size, call, check, "quantize", given is not None, name == "quantize")
+
+
+def norm_rows() -> Iterator[Row]:
+    """LayerNorm and RMSNorm; with y for a reader in high precision; measured scale; row-major only."""
+    for m, k in SHAPES:
+        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+        weight = 1 + torch.randn(k, device=DEVICE, dtype=torch.bfloat16) / 8
+        bias = torch.randn(k, device=DEVICE, dtype=torch.bfloat16)
+        scale = torch.tensor(60.0, device=DEVICE)
+        for name, kind, given, columnwise, emit in (
+            ("norm layer", "layer", scale, True, False),
+            ("norm rms", "rms", scale, True, False),
+            ("norm rms with y", "rms", scale, True, True),
+            ("norm rms rowwise only", "rms", scale, False, False),
+            ("norm rms current scaling", "rms", None, True, False),
+        ):
+
+            def call(
+                tile: Tile | None,
+                x=x,
+                weight=weight,
+                bias=bias,
+                kind=kind,
+                given=given,
+                columnwise=columnwise,
+                emit=emit,
+            ) -> Any:
+                b = bias if kind == "layer" else None
+                return norm.norm_quantize(
+                    x, weight, b, EPS, kind, given, E4M3, True, columnwise, emit, RULE, given is None, None, tile
+                )
+
+            def check(got: Any, x=x, weight=weight, bias=bias, kind=kind, given=given, columnwise=columnwise) -> bool:
+                y, _, _ = norm_reference(x, weight, bias if kind == "layer" else None, EPS, kind)
+                wanted = quantize_reference(y, given, E4M3, True, columnwise, RULE)
+                emitted = not got[0].numel() or bool(torch.allclose(got[0].float(), y.float(), rtol=0.01, atol=0.01))
+                return emitted and _same(got[1], wanted[0], 1e-3) and _same(got[2], wanted[1], 1e-3)
+
+            size = m * k * (2 + 1 + columnwise + 2 * emit)
+            yield Row(
+                name, f"{m}x{k}", size, call, check, "norm", given is not None, name in ("norm layer", "norm rms")
+            )
+
+
+def weight_rows() -> Iterator[Row]:
+    """All weights of one layer."""
+    ws = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / 50 for shape in LAYER]
+    scales = torch.stack([_scale_of(w) for w in ws])
+    everywhere = [True] * len(ws)
+    (row_starts, row_length), (column_starts, column_length) = row_places(ws, everywhere), column_places(ws, everywhere)
+    for name, given in (("weights", scales), ("weights current scaling", None)):
+
+        def call(tile: Tile | None, given=given) -> Any:
+            return weights.quantize_weights(
+                ws, given, E4M3, row_starts, column_starts, row_length, column_length, RULE, given is None,
+                tile or weights.TILE,
+            )  # fmt: skip
+
+        def check(got: Any, given=given) -> bool:
+            wanted = quantize_weights_reference(ws, given, E4M3, everywhere, everywhere, RULE)
+            return all(_same(a, b) for a, b in zip(got, wanted, strict=True))
+
+        size = 4 * sum(w.numel() for w in ws)
+        yield Row(name, f"{len(ws)} weights", size, call, check, "quantize", given is not None, name == "weights")
+
+
+def update_rows() -> Iterator[Row]:
+    """Fourteen rows of 1024 amaxes, as one layer has; bound by the launch, not by bytes."""
+    recipe = DelayedScaling()
+    states = [torch.rand(2, 1026, device=DEVICE) for _ in range(7)]
+    amaxes = torch.rand(14, device=DEVICE) + 0.1
+    before = [state.clone() for state in states]
+
+    def call(_: Tile | None) -> Any:
+        scale_update.update_scales(states, amaxes, 448.0, recipe.rule(), "max")
+
+    def check(_: Any) -> bool:
+        ours, wanted = ([state.clone() for state in before] for _ in range(2))
+        scale_update.update_scales(ours, amaxes, 448.0, recipe.rule(), "max")
+        update_scales_reference(wanted, amaxes, 448.0, recipe)
+        return all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+    yield Row("scale update", "14 x 1026", 14 * 1026 * 8, call, check, "", single_pass=False)
+
+    def same_scales(got: Tensor) -> bool:
+        return torch.equal(got, torch.cat([state[:, 0] for state in states]))
+
+    yield Row(
+        "snapshot",
+        "14 x 1026",
+        14 * 8,
+        lambda _: scale_update.snapshot_scales(states),
+        same_scales,
+        "",
+        single_pass=False,
+    )
+
+
+def fused_rows() -> Iterator[Row]:
+    """Generated producers."""
+    if fused_quantize is None:
+        return
+    for m, k in SHAPES:
+        for name, text in SPECS.items():
+            spec = Spec.parse(text)
+            inputs = [torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16) for _ in spec.inputs]
+            scale = torch.tensor(20.0, device=DEVICE)
+
+            def call(tile: Tile | None, inputs=inputs, scale=scale, spec=spec) -> Any:
+                return fused_quantize(inputs, scale, spec, E4M3, True, True, RULE, False, tile)
+
+            def check(got: Any, inputs=inputs, scale=scale, spec=spec) -> bool:
+                z, _, sums = evaluate(spec, inputs)
+                wanted = quantize_reference(z, scale, E4M3, True, True, RULE)
+                close = all(torch.allclose(a, b, rtol=1e-3, atol=0.05) for a, b in zip(got[4:], sums, strict=True))
+                return close and _same(got[0], wanted[0], 1e-3) and _same(got[1], wanted[1], 1e-3)
+
+            yield Row(f"fused {name}", f"{m}x{k}", m * k * (2 * len(inputs) + 2), call, check, "fused")
+
+
+def replayed(call: Callable[[], Any]) -> float:
+    """Median milliseconds of ``call`` as a CUDA graph, the L2 cold."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=150, return_mode="median"))
+
+
+def host_microseconds(call: Callable[[], Any], calls: int = 100) -> float:
+    """What one call costs the host: the best of five loops, the device kept out of the way."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+        torch.cuda.synchronize()
+    return best * 1e6
+
+
+def copy_bandwidth(copies: int = 50) -> float:
+    """TB/s of a 1 GiB copy, read and written bytes together.
+
+    Plain copies one after the other: a copy in a CUDA graph is a node of its own kind and took half as long again.
+    """
+    source = torch.empty(1 << 29, device=DEVICE, dtype=torch.bfloat16).normal_()
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):  # the first one also wakes the clocks
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(copies):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / copies)
+    return 2 * source.numel() * source.element_size() / best / 1e9
+
+
+def measure(row: Row, tile: Tile | None, ceiling: float) -> dict[str, Any]:
+    """The JSON of one row with one tile."""
+    right = row.check(row.call(tile))
+    milliseconds = replayed(lambda: row.call(tile))
+    bandwidth = row.bytes / milliseconds / 1e9
+    # A long kernel fills the launch queue, and then the host's time is the device's.
+    host = host_microseconds(lambda: row.call(tile)) if milliseconds < 0.05 and tile is None else None
+    return {
+        "kernel": row.name,
+        "shape": row.shape,
+        "tile": "chosen" if tile is None else f"{tile.rows}x{tile.columns} {tile.warps} warps",
+        "bytes": row.bytes,
+        "ms": round(milliseconds, 5),
+        "tb_s": round(bandwidth, 3),
+        "share": round(bandwidth / ceiling, 3),
+        "host_us": None if host is None else round(host, 1),
+        "right": right,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the rows; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--sweep", action="store_true", help="other tiles too")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)
+        return 2
+    ceiling = copy_bandwidth()
+    print(
+        json.dumps({"kernel": "copy", "shape": "1 GiB", "tb_s": round(ceiling, 3), "gpu": torch.cuda.get_device_name()})
+    )
+    failures = []
+    for rows in (quantize_rows, norm_rows, weight_rows, update_rows, fused_rows):
+        for row in rows():
+            if given.only not in row.name:
+                continue
+            for tile in [None, *(SWEEP.get(row.family, []) if given.sweep and row.swept else [])]:
+                result = measure(row, tile, ceiling)
+                print(json.dumps(result), flush=True)
+                if not result["right"]:
+                    failures.append(f"{row.name} {row.shape} {result['tile']}: wrong")
+                elif tile is None and row.single_pass and result["share"] < GOAL:
+                    failures.append(f"{row.name} {row.shape}: {result['share']} of copy bandwidth, goal {GOAL}")
+    print("\n".join(failures) or "every row is right and reaches the goal", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

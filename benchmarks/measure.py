@@ -1,0 +1,230 @@
+"""How every row is measured: the clock, the memory, the distance from high precision, and the line of JSON.
+
+Times are medians over single calls, each between two CUDA events, after warm-up. Rows of one run compare with each
+other; rows of different machines or runs do not (power states alone differ by 15%). Without a GPU everything runs on
+tiny shapes: that exercises the scripts and their checks, and the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A model as one variant runs it, and the context its forward needs (FP8 autocast of a peer)."""
+
+    call: Callable[..., Any]
+    model: nn.Module
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a work. ``build`` makes it from nothing; ``ours`` marks the ones that must run and be right."""
+
+    name: str
+    build: Callable[[], Runnable]
+    ours: bool = False
+
+
+@dataclass
+class Rows:
+    """Prints each row as a line of JSON, appends it to a file if there is one, and remembers whether all was well."""
+
+    path: Path | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("")
+
+    def write(self, **row: Any) -> None:
+        """Emit one row; floats keep four significant digits."""
+        rounded = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
+        line = json.dumps(rounded)
+        print(line, flush=True)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+
+    def fail(self, name: str, reason: str) -> None:
+        """Remember that a variant of ours did not run or was wrong."""
+        self.failures.append(f"{name}: {reason}")
+
+    def exit_status(self) -> int:
+        """0 if nothing failed; otherwise the reasons go to stderr."""
+        for failure in self.failures:
+            print(f"FAILED {failure}", file=sys.stderr)
+        return 1 if self.failures else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
+    """The arguments that all benchmarks share."""
+    parser.add_argument("--attn", choices=("sdpa", "eager"), default="sdpa")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--only", default="", help="comma-separated variants; all that can run when empty")
+    parser.add_argument("--iters", type=int, default=iterations, help="timed calls per row (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also print each step's GPU kernels, longest first")
+    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+
+
+def chosen(variants: Iterable[Variant], only: str) -> list[Variant]:
+    """The variants that ``only`` names, or all; a name that does not exist ends the program with the list of names."""
+    found = list(variants)
+    names = [name for name in only.split(",") if name]
+    unknown = set(names) - {variant.name for variant in found}
+    if unknown:
+        available = ", ".join(variant.name for variant in found)
+        raise SystemExit(f"--only: no variant {', '.join(sorted(unknown))}; there are {available}")
+    return [variant for variant in found if not names or variant.name in names]
+
+
+def describe_device(rows: Rows) -> None:
+    """One row that says what machine and which torch the others were measured on."""
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    rows.write(what="device", name=name, torch=torch.__version__)
+
+
+def fresh_start() -> None:
+    """Forget what the variant before compiled and allocated, and seed, so that all have the same weights."""
+    torch._dynamo.reset()
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.manual_seed(0)
+
+
+def attempt(variant: Variant, rows: Rows, what: dict[str, Any], measure: Callable[[Variant], dict[str, Any]]) -> None:
+    """Write the row that ``measure`` returns for ``variant``; an exception becomes a row too, and the run goes on."""
+    fresh_start()
+    try:
+        row = measure(variant)
+    except Exception as error:
+        traceback.print_exc()
+        rows.write(**what, name=variant.name, error=repr(error)[:400])
+        if variant.ours:
+            rows.fail(variant.name, repr(error)[:200])
+    else:
+        rows.write(**what, name=variant.name, **row)
+        if row.get("wrong"):
+            rows.fail(variant.name, row["wrong"])
+
+
+def synchronize() -> None:
+    """Wait until the device has nothing left to do."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(call: Callable[[], Any], iterations: int, warmup: int) -> float:
+    """Median time of one ``call`` in milliseconds."""
+    for _ in range(warmup):
+        call()
+    synchronize()
+    return statistics.median(_once_ms(call) for _ in range(iterations))
+
+
+def _once_ms(call: Callable[[], Any]) -> float:
+    """The time of one call, by the GPU's clock where there is one."""
+    if DEVICE.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+@dataclass
+class Memory:
+    """Device memory of a stretch of work in GiB: what lay there when it began, and the most it ever held."""
+
+    base: float = math.nan
+    peak: float = math.nan
+
+    def __enter__(self) -> Memory:
+        synchronize()
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated() / 2**30
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if DEVICE.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated() / 2**30
+
+    def row(self) -> dict[str, float]:
+        """The columns of a row; none without a GPU."""
+        return {} if math.isnan(self.peak) else {"peak_gib": self.peak, "base_gib": self.base}
+
+
+def print_kernels(call: Callable[[], Any], calls: int = 5, longest: int = 30) -> None:
+    """One line of JSON for each of the kernels in which ``call`` spends most time."""
+    if DEVICE.type != "cuda":
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        synchronize()
+    by_time = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    for event in by_time[:longest]:
+        microseconds = round(event.device_time_total / calls, 1)
+        print(json.dumps({"kernel": event.key[:110], "us": microseconds, "count": event.count / calls}), flush=True)
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    """Signal over error power in decibels; infinite where the two are equal, NaN where ``value`` is not finite."""
+    reference, value = reference.double(), value.double()
+    noise = (value - reference).square().sum().item()
+    signal = reference.square().sum().item()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else math.nan
+
+
+def cosine(reference: Tensor, value: Tensor) -> float:
+    """Cosine between two tensors seen as vectors."""
+    return nn.functional.cosine_similarity(reference.double().flatten(), value.double().flatten(), dim=0).item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every gradient by parameter name."""
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def telling(reference: dict[str, Tensor], matrices_only: bool = False) -> list[str]:
+    """Names of the gradients that a comparison can judge.
+
+    Some gradients are zero in exact arithmetic (a key bias: softmax ignores it), and what they hold is rounding noise
+    in any precision. Those at least 100 times smaller than is typical for the model are left out.
+    """
+    sizes = {name: each.double().square().mean().sqrt().item() for name, each in reference.items()}
+    typical = statistics.median(sizes.values())
+    return [
+        name
+        for name, size in sizes.items()
+        if size > typical / 100 and (reference[name].dim() > 1 or not matrices_only)
+    ]

@@ -1,0 +1,280 @@
+"""Unmodified Hugging Face models: a training step, a prefill, a decoding step.
+
+Each model has the shapes of a real one and fewer layers, random weights and random ids. One row per model, work and
+variant: the time of a call and the peak memory. te_fp8's rows also say how far the loss, the gradients or the logits
+lie from the same weights in high precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import measure, peers
+from benchmarks.measure import DEVICE, Runnable, Variant
+
+WORKS = ("train", "prefill", "decode")
+LOSS, COSINE, LOGITS_DB = 0.02, 0.97, 14.0
+"""What te_fp8 must keep: the loss within 2%, the direction of every matrix's gradient, and the logits of inference.
+A per-tensor FP8 emulation of such models scores cosines of 0.974 to 0.999; errors add up over the layers."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model class, its config, and the batch that a training step and a prefill take: (rows, sequence)."""
+
+    model: str
+    config: str
+    parameters: dict[str, Any]
+    train: tuple[int, int]
+    prefill: tuple[int, int]
+    decodes: bool = True
+
+
+GPT2_WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT_WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+MODELS = {
+    # Llama-3-8B's shape, 4 of its 32 layers
+    "llama8b": Model(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        },
+        train=(4, 2048),
+        prefill=(1, 2048),
+    ),
+    "qwen3_4b": Model(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {
+            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 6,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        },
+        train=(4, 2048),
+        prefill=(1, 2048),
+    ),
+    # GPT-2 XL's shape, 8 of its 48 layers; its linears are Conv1D
+    "gpt2xl": Model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 1600, "n_layer": 8, "n_head": 25, "n_positions": 1024, "vocab_size": 50304, **GPT2_WITHOUT_DROPOUT},
+        train=(16, 1024),
+        prefill=(1, 1024),
+    ),
+    # BERT-large's shape, 8 of its 24 layers
+    "bert_large": Model(
+        "BertForMaskedLM",
+        "BertConfig",
+        {
+            "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 4096,
+            "vocab_size": 30528, **BERT_WITHOUT_DROPOUT,
+        },
+        train=(64, 512),
+        prefill=(32, 512),
+        decodes=False,
+    ),
+}  # fmt: skip
+
+# What replaces the sizes where there is no GPU.
+TINY = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "n_embd": 128, "n_layer": 2, "n_head": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model doing one work."""
+
+    name: str
+    work: str
+    attn: str
+    dtype: torch.dtype
+
+    def build(self) -> nn.Module:
+        """The model on its device, the same weights each time after a seed."""
+        import transformers
+
+        model = MODELS[self.name]
+        parameters = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **model.parameters}
+        if DEVICE.type == "cpu":
+            parameters |= {name: TINY[name] for name in TINY if name in parameters}
+        config = getattr(transformers, model.config)(**parameters)
+        config._attn_implementation = self.attn
+        config.use_cache = False
+        with DEVICE:
+            built: nn.Module = getattr(transformers, model.model)(config)
+        return built.to(self.dtype).train(self.work == "train")
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The keyword arguments of a call."""
+        model = MODELS[self.name]
+        rows, sequence = {"train": model.train, "prefill": model.prefill, "decode": (8, 1)}[self.work]
+        highest = 30000
+        if DEVICE.type == "cpu":
+            rows, sequence, highest = min(rows, 2), min(sequence, 64), TINY["vocab_size"]
+        ids = torch.randint(0, highest, (rows, sequence), device=DEVICE)
+        return {"input_ids": ids, "labels": ids} if self.work == "train" else {"input_ids": ids}
+
+
+def compiled(task: Task, change: Callable[[nn.Module], nn.Module] | None = None, **arguments: Any) -> Runnable:
+    """The model, changed by a peer if one is given, under torch.compile."""
+    model = task.build()
+    if change is not None:
+        model = change(model)
+    return Runnable(torch.compile(model, **arguments), model)
+
+
+def variants(task: Task) -> Iterator[Variant]:
+    """Every variant of ``task`` that this machine can run."""
+    yield Variant("eager", lambda: Runnable(model := task.build(), model))
+    yield Variant("compile", partial(compiled, task))
+    if task.work == "decode":
+        yield Variant("compile_graphs", partial(compiled, task, mode="reduce-overhead"))
+    if peers.HAVE_TORCHAO:
+        yield from torchao_variants(task)
+    if peers.HAVE_TRANSFORMER_ENGINE:
+        for recipe in ("delayed", "current"):
+            yield Variant(f"te_swap_{recipe}", partial(transformer_engine, task, recipe, swapped))
+        if task.name == "llama8b":
+            for recipe in ("delayed", "current"):
+                yield Variant(f"te_layers_{recipe}", partial(transformer_engine, task, recipe, rewritten))
+    yield Variant("te_fp8", partial(compiled, task, backend="te_fp8"), ours=True)
+    yield Variant("te_fp8_current", partial(compiled, task, backend="te_fp8", options={"recipe": "current"}), ours=True)
+    if task.work == "decode":
+        graphs = {"mode": "reduce-overhead"}
+        yield Variant("te_fp8_graphs", partial(compiled, task, backend="te_fp8", options=graphs), ours=True)
+
+
+def torchao_variants(task: Task) -> Iterator[Variant]:
+    """torchao under torch.compile: its training linears, or its quantised weights."""
+    if task.work == "train":
+        for recipe in ("tensorwise", "rowwise"):
+            change = partial(peers.torchao_for_training, recipe=recipe)
+            yield Variant(f"torchao_{recipe}", partial(compiled, task, change))
+        return
+    for granularity in ("tensor", "row"):
+        change = partial(peers.torchao_for_inference, granularity=granularity)
+        yield Variant(f"torchao_{granularity}", partial(compiled, task, change))
+    if task.work == "decode":
+        change = partial(peers.torchao_for_inference, granularity="row")
+        yield Variant("torchao_row_graphs", partial(compiled, task, change, mode="reduce-overhead"))
+
+
+def swapped(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Transformer Engine's modules in the place of torch's."""
+    return peers.swap_in_transformer_engine(model, dtype)
+
+
+def rewritten(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A Llama of Transformer Engine's own layers."""
+    return peers.TransformerEngineLlama(model, dtype)
+
+
+def transformer_engine(task: Task, recipe: str, change: Callable[[nn.Module, torch.dtype], nn.Module]) -> Runnable:
+    """The model with Transformer Engine's modules, without torch.compile: they break its graphs."""
+    model = change(task.build(), task.dtype).train(task.work == "train")
+    return Runnable(model, model, peers.transformer_engine_context(recipe))
+
+
+def call_once(runnable: Runnable, inputs: dict[str, Tensor], training: bool) -> Tensor:
+    """One training step, returning the loss, or one forward, returning the logits."""
+    if not training:
+        with torch.no_grad(), runnable.context():
+            logits: Tensor = runnable.call(**inputs).logits
+            return logits
+    runnable.model.zero_grad(set_to_none=True)
+    with runnable.context():
+        loss: Tensor = runnable.call(**inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+def check(runnable: Runnable, inputs: dict[str, Tensor], training: bool) -> dict[str, Any]:
+    """Compare with the same weights in eager high precision. Returns columns of the row.
+
+    As in training, the scales of the step compared come from the steps before.
+    """
+    expected = call_once(Runnable(runnable.model, runnable.model), inputs, training).clone()
+    reference = measure.gradients(runnable.model)
+    for _ in range(3):
+        found = call_once(runnable, inputs, training)
+    if not training:
+        decibel = measure.sqnr(expected, found)
+        wrong = {} if decibel >= LOGITS_DB else {"wrong": f"logits {decibel:.1f} dB"}
+        return {"logits_db": decibel, **wrong}
+    gradients = measure.gradients(runnable.model)
+    judged = measure.telling(reference, matrices_only=True)
+    cosines = {name: measure.cosine(reference[name], gradients[name]) for name in judged}
+    worst = min(cosines, key=lambda name: (cosines[name] == cosines[name], cosines[name]))  # NaN is the worst of all
+    difference = (found / expected - 1).item()
+    row = {"loss": expected.item(), "loss_difference": difference, "cosine": cosines[worst], "worst_gradient": worst}
+    if not (abs(difference) <= LOSS and cosines[worst] >= COSINE):
+        row["wrong"] = f"loss {difference:+.2%}, cosine of {worst}'s gradient {cosines[worst]:.4f}"
+    return row
+
+
+def measure_variant(variant: Variant, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Build, check if it is ours, time. Returns the columns of the row."""
+    runnable = variant.build()
+    inputs = task.inputs()
+    training = task.work == "train"
+    quality = check(runnable, inputs, training) if variant.ours else {}
+
+    def step() -> Tensor:
+        return call_once(runnable, inputs, training)
+
+    for _ in range(3):
+        step()
+    with measure.Memory() as memory:
+        milliseconds = measure.median_ms(step, arguments.iters, warmup=5)
+    if arguments.profile:
+        measure.print_kernels(step)
+    return {"ms": milliseconds, **memory.row(), **quality}
+
+
+def choose(given: str, known: tuple[str, ...], argument: str) -> list[str]:
+    """The names in the comma-separated ``given``; one that does not exist ends the program."""
+    names = given.split(",")
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"{argument}: no {name!r}; there are {', '.join(known)}")
+    return names
+
+
+def main() -> int:
+    """Measure every chosen variant of every chosen work; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    measure.add_arguments(parser, iterations=15)
+    parser.add_argument("--models", default="llama8b,gpt2xl,bert_large", help=f"of {', '.join(MODELS)} (%(default)s)")
+    parser.add_argument("--works", default=",".join(WORKS), help="(%(default)s)")
+    arguments = parser.parse_args()
+    models = choose(arguments.models, tuple(MODELS), "--models")
+    works = choose(arguments.works, WORKS, "--works")
+    if DEVICE.type == "cpu":
+        arguments.iters = min(arguments.iters, 3)
+    rows = measure.Rows(arguments.out)
+    measure.describe_device(rows)
+    for name in models:
+        for work in works:
+            if work == "decode" and not MODELS[name].decodes:
+                continue
+            task = Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype])
+            what = {"what": "model", "model": name, "work": work, "attn": task.attn, "dtype": arguments.dtype}
+            for variant in measure.chosen(variants(task), arguments.only):
+                measure.attempt(variant, rows, what, partial(measure_variant, task=task, arguments=arguments))
+    return rows.exit_status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
