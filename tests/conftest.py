@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 import random
-import zlib
+import time
 from collections.abc import Iterator
 
 # Before torch reads them. A result that an earlier run left in the caches would stand in for the passes under test;
@@ -28,43 +29,38 @@ if not torch.cuda.is_available():
 import pytest
 
 SEED_VARIABLE = "TEST_SEED"
-SLOW_PARTS = 4
-PART_VARIABLE = "TEST_SLOW_PART"  # how the test processes of one run agree on the part, also past midnight
+ORDER_VARIABLE = "TEST_SLOW_ORDER"  # how the test processes of one run agree on the order, also past midnight
+START_VARIABLE = "TEST_STARTED"  # and on when the run began: seconds since the epoch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow",
-        choices=("all", "part", "none"),
-        default="all",
-        help=f"which tests marked slow to run; part: one in {SLOW_PARTS}, others each day ({PART_VARIABLE} chooses)",
+        "--slow-minutes",
+        type=float,
+        default=math.inf,
+        help="skip a test marked slow that would start later than this after the run began; which ones come first "
+        f"changes daily ({ORDER_VARIABLE} chooses)",
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests that ``--slow`` does not want; the summary counts them as deselected."""
-    wanted = config.getoption("--slow")
-    if wanted == "all":
-        return
-    part = int(os.environ[PART_VARIABLE]) % SLOW_PARTS if wanted == "part" else None
-    out = [
-        item
-        for item in items
-        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % SLOW_PARTS != part
-    ]
-    config.hook.pytest_deselected(items=out)
-    left_out = set(out)
-    items[:] = [item for item in items if item not in left_out]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow tests last, in the order of the day, so that a busy machine leaves out others each time."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    random.Random(os.environ[ORDER_VARIABLE]).shuffle(slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")] + slow
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """Say which slow tests run."""
-    part = f", part {os.environ[PART_VARIABLE]}" if config.getoption("--slow") == "part" else ""
-    return f"slow tests: {config.getoption('--slow')}{part}"
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start no slow test after its time."""
+    minutes = (time.time() - float(os.environ[START_VARIABLE])) / 60
+    if item.get_closest_marker("slow") and minutes > item.config.getoption("--slow-minutes"):
+        pytest.skip("slow, and the time for slow tests is used up (--slow-minutes)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(PART_VARIABLE, str(datetime.date.today().toordinal() % SLOW_PARTS))
+    os.environ.setdefault(ORDER_VARIABLE, str(datetime.date.today().toordinal()))
+    if not hasattr(config, "workerinput"):  # the first process; those that pytest-xdist starts get its environment
+        os.environ[START_VARIABLE] = str(time.time())
     config.addinivalue_line("markers", "slow: takes more than some ten seconds on two cores")
     config.addinivalue_line("markers", "gpu: needs a CUDA device with FP8 tensor cores")
     torch.set_num_threads(1)

@@ -50,7 +50,7 @@ class Cache:
         """Run one process."""
         arguments = [str(self.directory), str(self.seed), json.dumps(options), change]
         command = [sys.executable, "-m", "tests.programs.cached_step", *arguments]
-        result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=400)
+        result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=800)
         assert result.returncode == 0, result.stderr
         told = json.loads(result.stdout.splitlines()[-1])
         hits, misses = told["fx hits"] + told["autograd hits"], told["fx misses"] + told["autograd misses"]

@@ -21,6 +21,7 @@ from te_compile.ops.quantize import QUANTIZE
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.text import op_name
 from te_compile.recipe import ScaleRule
+from tests.compiling import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule().text()
@@ -413,7 +414,9 @@ def test_a_compiled_block_trains_as_the_unfused_one_does(dynamic: bool) -> None:
 
     inputs = [torch.randn(3, 7, H), *weights((N, H), (N,), (H, N))]
     for got, expected in zip(run(compiled=True), run(compiled=False), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        # Inductor's gelu differs by an fp32 rounding: 5e-7 of the whole (400 draws), but for a code in some draws that
+        # lies on a tie and falls to the other side, which moves up to 6e-4 of it. A wrong formula moves far more.
+        assert relative_error(got, expected) < 2e-3
     assert recorded.counts == [4]  # gelu, the residual sum, the sum of its gradients, gelu's backward
 
 

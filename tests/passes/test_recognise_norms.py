@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.text import ops_text
+from tests.compiling import relative_error
 
 COLUMNS = 48
 EPS = 1e-5
@@ -159,15 +160,16 @@ def test_a_dialect_becomes_its_kind_with_its_values_and_gradients(
     assert (count, kinds_in(module)) == (1, [DIALECTS[norm][column]]), ops_text(module.graph)
     got = run(module, x, w, matrix)[0]
     want = function(x, w, matrix)
-    tolerance = 1e-5 if norm is negative_power or dtypes[0] is FP32 else 2e-2
+    # pow(-0.5) is no rsqrt in the last bit, so that a few values are rounded to the next bfloat16, up to 2^-8 away.
+    tolerance = 1e-5 if dtypes[0] is FP32 else 2**-8 if norm is negative_power else 2e-2
     exact = norm is not negative_power and not (kinds_in(module) == ["layer"] and dtypes[0] is BF16)
-    assert torch.equal(got, want) if exact else torch.allclose(got, want, rtol=tolerance, atol=10 * tolerance)
+    assert torch.equal(got, want) if exact else relative_error(got, want) <= tolerance
     leaves = [leaf for leaf in (x, w) if norm not in (weightless, called_layer_without_weight) or leaf is x]
     dy = torch.randn_like(want)
     mine, theirs = (torch.autograd.grad(result, leaves, dy) for result in (got, want))
     for gradient, other in zip(mine, theirs, strict=True):
         assert gradient.dtype == other.dtype
-        assert (gradient - other).float().norm() <= tolerance * other.float().norm()
+        assert relative_error(gradient, other) <= tolerance
 
 
 def test_the_whole_sequence_is_one_node() -> None:
