@@ -103,7 +103,7 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode, device: str) -> None:
                         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                store[name] = made[id(tensor)]  # type: ignore[assignment]
+                store[name] = made[id(tensor)]  # type: ignore[assignment]  # mypy takes both stores for one of parameters
 
 
 def _config(path: Path) -> Any:
