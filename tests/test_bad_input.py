@@ -14,7 +14,7 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
 from te_compile.state_files import state_dict
-from tests.compiling import compiled, relative_error, train_step
+from tests.compiling import compiled, error_but_for_ties, relative_error, train_step
 from tests.emulation import emulated, emulated_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -196,7 +196,7 @@ def test_one_vector_without_a_batch() -> None:
     x = torch.randn(32)
     y, _ = train_step(model, compiled(model), x)
     assert y.shape == (48,)
-    assert relative_error(y, emulated(model, lambda name, module: True)(x)) < 1e-4
+    assert error_but_for_ties(y, emulated(model, lambda name, module: True)(x)) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
@@ -211,8 +211,8 @@ def test_an_input_of_any_layout(layout: str) -> None:
     y, got = train_step(model, compiled(model), x)
     reference = emulated(model, lambda name, module: True)
     expected, expected_gradients = train_step(reference, reference, x)
-    assert relative_error(y, expected) < 1e-4
-    assert relative_error(got["fc.weight"], expected_gradients["fc.weight"]) < 1e-4
+    assert error_but_for_ties(y, expected) < 1e-4
+    assert error_but_for_ties(got["fc.weight"], expected_gradients["fc.weight"]) < 1e-4
 
 
 def test_a_parameter_that_is_not_contiguous() -> None:
@@ -221,7 +221,7 @@ def test_a_parameter_that_is_not_contiguous() -> None:
     x = torch.randn(6, 32)
     y, got = train_step(model, compiled(model), x)
     expected = emulated_linear(x, model.fc.weight, model.fc.bias)
-    assert relative_error(y, expected) < 1e-4
+    assert error_but_for_ties(y, expected) < 1e-4
     assert got["fc.weight"].shape == (48, 32)
 
 
@@ -303,7 +303,7 @@ def test_a_first_step_on_bad_numbers_leaves_the_calibration_to_the_next_one() ->
     held = state.existing_state(model.fc.weight, L)
     assert held.scale.tolist()[0] == 0 and held.skipped.tolist() == [1, 0, 1]
     got, _ = train_step(model, fast, x)
-    assert relative_error(got, emulated_linear(x, model.fc.weight)) < 1e-4
+    assert error_but_for_ties(got, emulated_linear(x, model.fc.weight)) < 1e-4
     assert (held.scale > 0).all()
 
 
