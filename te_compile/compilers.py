@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
@@ -92,10 +93,19 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
         bw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
         inference_compiler=inference,
         partition_fn=partition,
-        decompositions=select_decomp_table(),
+        decompositions=_drawing_as_eager_does(),
         keep_inference_input_mutations=True,
     )
     return compiler(gm, list(inputs))
+
+
+def _drawing_as_eager_does() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions but for random operators: under one seed, eager mode's own draw the same numbers."""
+    with config.patch(fallback_random=True):
+        table = dict(select_decomp_table())
+    for dropout in (torch.ops.aten.native_dropout, torch.ops.aten.native_dropout_backward):
+        table.pop(dropout.default, None)
+    return table
 
 
 COMPILERS: dict[str, Callable[[GraphModule, Sequence[Any], Options, Compilation], Compiled]] = {

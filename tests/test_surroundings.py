@@ -349,3 +349,43 @@ def test_trainer_knows_the_backend_by_its_name_alone(tmp_path: Path, monkeypatch
         te_compile.accept_in_accelerate()
     records = trained_by_trainer(model, tmp_path, torch_compile=True, torch_compile_backend=BACKEND)
     assert sum(site.status == "fp8" for record in records for site in record.plan.sites) >= 7
+
+
+# --- random numbers ------------------------------------------------------------------------------------------------
+
+
+def dropped_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    """Models with dropout and the shapes of their inputs."""
+    layer = {"d_model": 32, "nhead": 2, "dim_feedforward": 64, "dropout": 0.3}
+    return {
+        "blocks": (Stack(dropout=0.3), (4, 6, 32)),
+        "checkpointed blocks": (Stack(dropout=0.3, recomputed=True), (4, 6, 32)),
+        "an encoder layer, batch first": (nn.TransformerEncoderLayer(**layer, batch_first=True), (4, 6, 32)),
+        "an encoder layer": (nn.TransformerEncoderLayer(**layer), (4, 6, 32)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "compiler", "theirs"),
+    [
+        *((name, "aot_eager", None) for name in dropped_models()),
+        pytest.param("an encoder layer, batch first", "inductor", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_under_one_seed_dropout_is_what_it_is_without_us(
+    name: str, compiler: str, theirs: str | None, seed: int
+) -> None:
+    """That of eager mode, or of torch.compile's own Inductor."""
+    model, shape = dropped_models()[name]
+    x = torch.randn(shape)
+
+    def step(run: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(seed)
+        return train_step(model, run, x)
+
+    y, expected = step(model if theirs is None else torch.compile(model, backend=theirs))
+    for options, least in (({"exclude": ["*"]}, 1 - 1e-6), ({}, 0.99)):
+        torch._dynamo.reset()
+        got_y, got = step(compiled(model, compiler=compiler, **options))
+        assert cosine(got_y, y) > least
+        assert all(cosine(got[name], expected[name]) > least - 0.02 for name in expected if expected[name].dim() > 1)

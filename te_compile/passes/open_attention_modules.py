@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.captured_nodes import argument, called, value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.writing import Writer
 
@@ -179,6 +179,15 @@ def _with_weights(
     return result, write.method("mean", shown, dim=1) if a.average_attn_weights else shown
 
 
+def _is_dropped(attention: Node) -> bool:
+    """Does dropout come next? It draws in the order in which numbers lie in memory, so that has to be the original."""
+    readers = [reader for result in attention.users for reader in result.users]
+    readers += [reader for view in readers if called(view) == "transpose" for reader in view.users]
+    return any(
+        called(reader) in ("dropout", "dropout_") and argument(reader, 2, "training", True) for reader in readers
+    )
+
+
 def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
     """The call written out: its result [L, N, E] and the attention weights, if they are wanted."""
     q, k, v = _projections(write, a)
@@ -191,6 +200,7 @@ def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
             F.scaled_dot_product_attention, q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=_by_hint(a)
         )
     _, batch_first = _behind_batch_first(a.query)
+    batch_first = batch_first and not _is_dropped(write.place)
     order = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
     joined = write.method("flatten", write.method("permute", result, *order), -2)
     out = write.call(F.linear, joined, a.out_proj_weight, a.out_proj_bias)
