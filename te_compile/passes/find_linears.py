@@ -21,13 +21,13 @@ from torch.fx import Node
 from torch.nn import Parameter
 
 from te_compile.passes.batched_linears import batched_site, is_batched_product
-from te_compile.passes.captured_nodes import argument, called, rows_of, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site, is_einsum
 from te_compile.passes.names import module_name
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Region
-from te_compile.passes.weight_expressions import TRANSPOSITIONS, NotAWeightError, Weights, origin
+from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
 _PRODUCTS: dict[Any, str] = {
     torch.matmul: "matmul",
@@ -47,7 +47,6 @@ _PRODUCTS: dict[Any, str] = {
 }
 _PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm"}
 _MATRIX_PRODUCTS = ("matmul", "mm")
-_VIEWS = TRANSPOSITIONS | {"view", "reshape", "to", "float", "double", "half", "bfloat16", "type", "contiguous"}
 _NO_GROUPED_PRODUCT = (
     "each group of tokens has a weight of its own and only the device knows how many tokens; te_fp8 has no FP8 product "
     "for that, so these experts stay in high precision"
@@ -55,14 +54,6 @@ _NO_GROUPED_PRODUCT = (
 
 STAYS_CLOSED = "te_stays_closed"
 """Meta key: why a pass that could have opened this opaque product into linears left it."""
-
-
-def _parameter_behind(node: Any, region: Region, weights: Weights) -> Node | None:
-    """The root placeholder of the parameter that ``node`` is, or is a view or cast of, wherever that was made."""
-    node, region = origin(node, region)
-    while isinstance(node, Node) and node not in weights.parameters:
-        node, region = origin(argument(node, 0, "input") if called(node) in _VIEWS else None, region)
-    return node if isinstance(node, Node) else None
 
 
 def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
@@ -76,7 +67,7 @@ def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
         site.multiplies_by(weights.weight(weight, region, transposed=False))
     except NotAWeightError as reason:
         site.keep(Cause.UNSUPPORTED, str(reason))
-        site.weight = _parameter_behind(weight, region, weights) or weight
+        site.weight = weights.owner(weight, region) or weight
     return site
 
 
@@ -94,7 +85,7 @@ def _product_site(
         # The second operand of a product is [K, N]: a weight stored that way is the transpose of a linear's.
         site.multiplies_by(weights.weight(matrix, region, transposed=True))
     except NotAWeightError as reason:
-        parameter = _parameter_behind(matrix, region, weights)
+        parameter = weights.owner(matrix, region)
         if parameter is None:
             return None
         site.weight = parameter
@@ -131,7 +122,7 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     known = node.target in _PRODUCTS if node.op == "call_function" else node.target in _PRODUCT_METHODS
     if not known:
         return None
-    parameters = [r for n in node.all_input_nodes if (r := _parameter_behind(n, region, weights)) is not None]
+    parameters = [r for n in node.all_input_nodes if (r := weights.owner(n, region)) is not None]
     matrices = [w for w in parameters if value_of(w).dim() >= 2]
     if not matrices:
         return None

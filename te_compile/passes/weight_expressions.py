@@ -150,6 +150,22 @@ class Weights:
                 raise NotAWeightError(f"its weight is made from a parameter of {value_of(leaf).dtype}")
         return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
 
+    def owner(self, node: Any, region: Region) -> Node | None:
+        """The parameter that ``node`` is made from, if it is made from what the model holds alone. That does not say
+        that it can be quantised: a report names a linear after its parameter in any case."""
+        waiting, owned, begun = [(node, region)], [], set()
+        while waiting:
+            source, place = origin(*waiting.pop())
+            if not isinstance(source, Node) or source in begun:
+                continue
+            begun.add(source)
+            if source in self.parameters:
+                owned.append(source)
+            elif (source.op == "placeholder" and not _is_held_by_the_model(source)) or len(begun) > _MOST_NODES:
+                return None
+            waiting += [(each, place) for each in source.all_input_nodes]
+        return max(owned, key=lambda leaf: value_of(leaf).numel()) if owned else None
+
     def _require_unwritten(self, nodes: Iterable[Any]) -> None:
         if any(storage_of(node) in self.written for node in nodes if isinstance(node, Node)):
             raise NotAWeightError("the model writes to its weight in place, or to what that is made from")

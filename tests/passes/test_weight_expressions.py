@@ -216,6 +216,19 @@ def test_an_autocast_that_begins_in_the_graph_keeps_a_computed_weight_out() -> N
     assert site.cause is Cause.UNSUPPORTED and "autocast" in site.reason
 
 
+@pytest.mark.parametrize("form", ["linear", "matmul"])
+def test_a_computed_weight_that_is_kept_out_is_reported_under_its_parameters_name(form: str) -> None:
+    multiply = F.linear if form == "linear" else torch.matmul
+
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return multiply(x, (w * m)[:32])
+
+    site = only_site(Made(run, 48, 32), torch.randn(5, 32))
+    assert (site.name, site.form, site.features, site.status) == ("weight", form, (32, 32), "kept")
+    assert "autocast" in site.reason
+
+
 def test_a_weight_unpacked_from_quantised_storage_is_kept() -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
