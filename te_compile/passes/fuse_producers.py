@@ -99,8 +99,12 @@ def _is_row_sum(node: Node, space: IndexSpace) -> bool:
 
 
 def _same_phase(node: Node, quantize: Node) -> bool:
-    """Do both belong to the forward, or both to the backward? A producer must not serve one from the other."""
-    return node.meta.get("partitioner_tag") == quantize.meta.get("partitioner_tag")
+    """Are both of the forward or both of the backward, and of one checkpoint region or of none?
+
+    A producer must not serve one from the other: what it emitted for a region would be recomputed without it.
+    """
+    where = ("partitioner_tag", "recompute", "ac_graph_id")
+    return all(node.meta.get(key) == quantize.meta.get(key) for key in where)
 
 
 def _is_emitted(readers: Readers, space: IndexSpace) -> bool:

@@ -325,6 +325,24 @@ def test_a_checkpointed_region_does_not_reach_back_before_itself() -> None:
     assert producer.meta["ac_graph_id"] == 2 and producer.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def test_a_producer_outside_of_a_checkpointed_region_emits_nothing_for_it() -> None:
+    """What the region made is recomputed by the region; a producer outside of it is not recomputed."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.exp(torch.tanh(torch.sin(x)))
+        return (y @ y.t(), *quantized(y))
+
+    assert steps(specs(fused(traced(function, torch.randn(6, N)), 1))[0]).endswith("emit t2: float32")
+    graph_module = traced(function, torch.randn(6, N))
+    for node in graph_module.graph.nodes:
+        if node.target is torch.ops.aten.exp.default:
+            node.meta |= {"ac_graph_id": 1, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+    graph = fused(graph_module, 1)
+    assert "emit" not in steps(specs(graph)[0])
+    [product] = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert product.args[0].target is torch.ops.aten.exp.default
+
+
 # ------------------------------------------------------------------------------------------------- forward and backward
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
