@@ -111,10 +111,6 @@ NORM_FORWARD = define(
 )
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def norm_input_gradient(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, kind: str) -> Tensor:
     """dx: [M, K] of x's dtype, from dy and x: [M, K] and the saved statistics: fp32 [M, 1]."""
     normal = (x.float() - mean if kind == LAYER else x.float()) * rstd
@@ -134,30 +130,32 @@ def norm_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rs
 
 
 class _Norm(torch.autograd.Function):
+    """x and y are matrices [M, K]."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-        y, mean, rstd = NORM_FORWARD(_by_rows(x), weight, bias, eps, kind)
+        y, mean, rstd = NORM_FORWARD(x, weight, bias, eps, kind)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.kind = kind
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(x.shape)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dy, rows = _by_rows(gradient), _by_rows(x)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = norm_input_gradient(dy, rows, weight, mean, rstd, ctx.kind).view(x.shape)
+            dx = norm_input_gradient(dy, x, weight, mean, rstd, ctx.kind)
         if ctx.needs_input_grad[1]:
-            dw = norm_weight_gradient(dy, rows, weight, mean, rstd, ctx.kind)
+            dw = norm_weight_gradient(dy, x, weight, mean, rstd, ctx.kind)
         if ctx.needs_input_grad[2]:
             db = dy.float().sum(0).to(ctx.bias_dtype)
         return dx, dw, db, None, None
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    return _Norm.apply(x, weight, bias, eps, kind)
+    # Reshaped out here: what a custom function returns as a view may not be changed in place, and models do that.
+    return _Norm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, kind).view(x.shape)
 
 
 # x: [..., K]; y has its shape.
