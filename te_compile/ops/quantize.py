@@ -64,8 +64,8 @@ def quantize_reference(
     amax = amax_reference(x)
     used = effective_scale(scale, amax, rule, dtype)
     q = cast_reference(x, used, dtype)
-    empty = q.new_empty(0)
-    return (q if rowwise else empty), (transposed_reference(q) if columnwise else empty), amax, used.reciprocal()
+    qt = transposed_reference(q) if columnwise else q.new_empty(0)
+    return (q if rowwise else q.new_empty(0)), qt, amax, used.reciprocal()
 
 
 def _quantize(
