@@ -77,10 +77,14 @@ def _spelled(site: Site, weights: Weights) -> tuple[Node, list[Site]]:
     write = Writer(site.node)
     xs, experts = (write.method("unbind", each, 0) for each in (site.x, site.weight))
     parts = [[write.call(operator.getitem, whole, index) for whole in (xs, experts)] for index in range(site.linears)]
-    products = [write.call(torch.matmul, x, expert) for x, expert in parts]
+    products = [write.product(torch.matmul, x, expert) for x, expert in parts]
     result = write.call(torch.stack, products)
     if site.bias is not None:
         result = write.call(operator.add, result, site.bias)
+        if (
+            value_of(result).dtype != value_of(site.node).dtype
+        ):  # autocast casts what baddbmm adds, and no sum's operand
+            result = write.method("to", result, value_of(site.node).dtype)
     spelled = []
     for (x, expert), product in zip(parts, products, strict=True):
         each = replace(site, node=product, x=x, bias=None, linears=1, spell=None)

@@ -93,7 +93,7 @@ def _spelled(site: Site, kernel: Sequence[int], weights: Weights) -> tuple[Node,
     assert site.x is not None and site.weight is not None
     write = Writer(site.node)
     x, weight = _patches(write, site.x, kernel), write.method("flatten", site.weight, 1)
-    linear = write.call(F.linear, x, weight, site.bias)
+    linear = write.product(F.linear, x, weight, site.bias)
     result = write.laid_out_like(write.method("movedim", linear, -1, 1), site.node)
     spelled = replace(site, node=linear, x=x, spell=None)
     spelled.multiplies_by(weights.weight(weight, site.region, transposed=False))

@@ -144,7 +144,7 @@ def _spelled(site: Site, letters: _Letters, sizes: dict[str, int], weights: Weig
     order = new + summed if stored_nk else summed + new
     groups = (len(new), len(summed)) if stored_nk else (len(summed), len(new))
     weight = _joined(write, site.weight, letters.permutation(letters.weight, order), groups)
-    product = write.call(F.linear if stored_nk else torch.matmul, x, weight)
+    product = write.product(F.linear if stored_nk else torch.matmul, x, weight)
     result = product
     if len(new) > 1:
         result = write.method("unflatten", result, -1, tuple(sizes[each] for each in new))

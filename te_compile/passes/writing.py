@@ -29,6 +29,16 @@ class Writer:
             node = self.place.graph.call_function(target, args, kwargs)
         return self._described(node, target)
 
+    def product(self, target: Callable[..., Any], *args: Any) -> Node:
+        """A call of a function that multiplies matrices, in the dtype of ``place``: an autocast that was at work where
+        Dynamo traced it is not at work here."""
+        node = self.call(target, *args)
+        value = value_of(node)
+        if value.dtype != value_of(self.place).dtype:
+            with value.fake_mode:
+                node.meta["example_value"] = value.to(value_of(self.place).dtype)
+        return node
+
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """A call of a tensor's method; the tensor is the first argument."""
         with self.place.graph.inserting_before(self.place):
