@@ -5,6 +5,7 @@
 #   TORCH=torch==2.12.0               the torch that goes into .venv
 #   JOBS=8                            test processes
 #   SLOW_MINUTES=60                   how long after its start a run of the tests may still begin slow ones
+#   CASES=10000 SEED=1                how many random programs `make fuzz` runs, and the seed of the first
 #   TE_COMPILE_PYTHON=/path/python3   use this interpreter and its packages as they are, for a GPU machine that has its
 #                                     own torch. Nothing is installed; `make install` builds csrc/ into the checkout.
 
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 SLOW_MINUTES ?= 12
+CASES ?= 2000
 EXTRAS ?= hf,rich,plot,test,bench,dev
 BENCH_OUT ?= runs/bench
 
@@ -31,7 +33,7 @@ endif
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q -n $(JOBS) --dist worksteal --timeout 900
 
-.PHONY: help demo test lint zoo bench install clean
+.PHONY: help demo test lint zoo fuzz bench install clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -46,6 +48,9 @@ test: $(READY)  ## Run the tests; a machine too busy for the slow ones leaves so
 
 zoo: $(READY)  ## Run the whole-model tests only
 	$(PYTEST) tests/zoo $(ARGS)
+
+fuzz: $(READY)  ## Run random programs (CASES=2000, SEED=...) in FP8 and hold them against eager; for nights
+	$(TEST_ENV) $(RUN) -m tests.fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(READY)  ## Run ruff and mypy
 	$(RUN) -m ruff check .

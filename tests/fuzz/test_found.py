@@ -1,0 +1,77 @@
+"""Programs that random search found and te_fp8 once got wrong, each as small as it could be made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.check import Case, check
+from tests.fuzz.program import Setting, checkpoint
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_what_a_checkpointed_block_gives_to_an_fp8_linear_and_to_a_sum_can_be_recomputed() -> None:
+    """A producer outside of the block emitted the block's result, which the partitioner may not save."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shift = nn.Linear(32, 32), nn.Parameter(torch.tensor(0.7))
+            self.second, self.third = nn.Linear(32, 16), nn.Linear(16, 32)
+
+        def block(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = checkpoint(self.block, self.first(x) + y)
+            return self.third(self.second(z)) + z
+
+    check(Case(Model, lambda more: (torch.randn(3, 4, 32), torch.randn(3, 4, 32))))
+
+
+def test_what_a_norm_before_an_fp8_linear_returned_may_be_changed_in_place() -> None:
+    """te::norm returned a view from its autograd function, which autograd forbids to change."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = nn.RMSNorm(48), nn.Linear(48, 32)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.norm(x)
+            z[..., :2] = y[..., :2]
+            return self.fc(z)
+
+    check(Case(Model, lambda more: (torch.randn(2, 5, 48, requires_grad=True), torch.randn(2, 5, 48))))
+
+
+class Forms(nn.Module):
+    """Products that are written out as linears: an einsum, a convolution, experts with and without what is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.conv = nn.Parameter(torch.randn(32, 48) / 6), nn.Conv1d(32, 48, 1)
+        self.experts, self.bias = nn.Parameter(torch.randn(2, 32, 48) / 6), nn.Parameter(torch.randn(2, 1, 48))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        batched = torch.bmm(x, self.experts), torch.baddbmm(self.bias, x, self.experts)
+        return torch.einsum("abk,kn->abn", x, self.w), self.conv(x.mT), *batched
+
+
+def test_products_that_are_written_out_keep_the_dtype_of_an_autocast_around_the_call() -> None:
+    """A baddbmm became a sum of bfloat16 and float32, which is float32."""
+    check(Case(Forms, lambda more: (torch.randn(2, 7, 32),), Setting(autocast=True)))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_products_that_are_written_out_keep_the_dtype_of_an_autocast_in_the_graph(checkpointed: bool) -> None:
+    """They were measured while the passes ran, where no autocast is at work."""
+
+    class Model(Forms):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            with torch.autocast("cpu", torch.bfloat16):
+                return checkpoint(super().forward, x) if checkpointed else super().forward(x)
+
+    check(Case(Model, lambda more: (torch.randn(2, 7, 32, requires_grad=True),)))
