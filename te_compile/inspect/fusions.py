@@ -1,8 +1,9 @@
 """What the quantizes of each linear were merged with, read off the finished joint graph.
 
-Each ``te::gemm`` bears the name of its linear and which of the three products it is. Its first operand is the FP8 copy
-of x (forward) or of dy (dgrad; wgrad where the input wants no gradient), and the node that made the copy tells the
-story: a plain quantize, one merged with a norm, or a producer whose spec lists its operations.
+Each FP8 product (``te::gemm`` and its grouped forms) bears the name of its linear and which of the three products it
+is. Its first operand is the FP8 copy of x (forward) or of dy (dgrad; wgrad where the input wants no gradient), and the
+node that made the copy tells the story: a plain quantize, one merged with a norm, or a producer whose spec lists its
+operations.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
+from te_compile.ops.grouped_gemm import PRODUCTS
 from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
 from te_compile.passes.arguments import arguments_of, is_te, operator_of
 
@@ -57,6 +59,11 @@ def _implementations(nodes: Iterable[Node]) -> str:
     return "/".join(dict.fromkeys(str(arguments_of(node)["implementation"]) for node in nodes))
 
 
+def is_product(node: Node) -> bool:
+    """Is ``node`` an FP8 product?"""
+    return any(is_te(node, name) for name in PRODUCTS)
+
+
 def producer_of(gemm: Node) -> Node | None:
     """The node that quantised the first operand of ``gemm``."""
     a = arguments_of(gemm)["a"]
@@ -68,7 +75,7 @@ def producer_text(producer: Node | None, which: str) -> str:
     """What ``producer`` computes besides quantising "x" or "dy"; "" for a quantize that stands alone."""
     if producer is None:
         return ""
-    readers = {user for item in producer.users for user in item.users if is_te(user, "gemm")}
+    readers = {user for item in producer.users for user in item.users if is_product(user)}
     readers = {user for user in readers if arguments_of(user)["label"].endswith(" forward")}
     shared = f"shared by {len(readers)}" if which == "x" and len(readers) > 1 else ""
     parts = [shared]
@@ -97,7 +104,7 @@ def uses_in(joint: Graph) -> dict[str, list[Use]]:
     """Every linear in FP8 of a joint graph by its name there; a weight used several times has that many, in order."""
     found: dict[str, dict[str, list[Node]]] = {}
     for node in joint.nodes:
-        if node.op == "call_function" and is_te(node, "gemm"):
+        if node.op == "call_function" and is_product(node):
             name, _, product = arguments_of(node)["label"].rpartition(" ")
             found.setdefault(name, {}).setdefault(product, []).append(node)
     return {name: _paired(name, gemms) for name, gemms in found.items()}

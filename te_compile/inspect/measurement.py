@@ -25,6 +25,7 @@ from te_compile.backend import rewrite
 from te_compile.inspect.statistics import figures
 from te_compile.inspect.target import fresh, uncompiled, undisturbed
 from te_compile.ops.gemm import GEMM
+from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.quantize import QUANTIZE
 from te_compile.ops.scaling import HISTORY, UPDATE_SCALES
 from te_compile.options import Options
@@ -33,6 +34,8 @@ from te_compile.passes.lower import Signature
 from te_compile.passes.plan import Plan
 from te_compile.runtime import history_length
 
+_PRODUCTS = (GEMM, GROUPED_GEMM, GROUPED_WGRAD)  # alike in the place of their operands and of their label
+
 Key = tuple[nn.Parameter, str, str]
 """A tensor that is measured: its linear's weight, what the captured graph calls the linear, and the role."""
 
@@ -40,7 +43,7 @@ Key = tuple[nn.Parameter, str, str]
 class Measuring(TorchDispatchMode):
     """Looks at each quantize while it is on, and lets no scale change.
 
-    ``te::quantize`` does not know its linear, but the ``te::gemm`` that follows it does, by its label. Whose weight it
+    ``te::quantize`` does not know its linear, but the product that follows it does, by its label. Whose weight it
     is in this call tells the scale of x or w, a tensor that forward and backward have in common.
     """
 
@@ -64,7 +67,7 @@ class Measuring(TorchDispatchMode):
             x, _, dtype = args[:3]
             scale = out[3].reciprocal()
             self._last.quantized = figures(x, scale, dtype), scale
-        elif func is GEMM:
+        elif func in _PRODUCTS:
             self._note(args)
         return out
 

@@ -3,8 +3,8 @@
 A linear is a product of an activation with a parameter, or with a matrix that is made from one. Some forms are lowered
 as they stand: ``F.linear``, a product of two matrices (``x @ weight.T``, ``torch.mm(x, weight)`` and their like) and
 ``addmm(bias, x, weight)``. The weight may be behind transpositions: te::linear reads both layouts, so these are left
-without a reader. Einsums, convolutions and batched products are lowered if they are linears in disguise; each has a
-file of its own. Every other product with a parameter is recorded too, so that no report is silent about it.
+without a reader. Einsums, convolutions, batched and grouped products are lowered if they are linears in disguise; each
+has a file of its own. Every other product with a parameter is recorded too, so that no report is silent about it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
+from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site, is_einsum
 from te_compile.passes.names import module_name
@@ -39,18 +40,14 @@ _PRODUCTS: dict[Any, str] = {
     torch.baddbmm: "baddbmm",
     torch.addmm: "addmm",
     torch.einsum: "einsum",
-    torch._grouped_mm: "grouped_mm",
-    F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm: "grouped_mm",
+    torch._grouped_mm: FORM,
+    getattr(F, "grouped_mm", torch._grouped_mm): FORM,
     F.bilinear: "bilinear",
     F.multi_head_attention_forward: "multi_head_attention",
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
 _PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm"}
 _MATRIX_PRODUCTS = ("matmul", "mm")
-_NO_GROUPED_PRODUCT = (
-    "each group of tokens has a weight of its own and only the device knows how many tokens; te_fp8 has no FP8 product "
-    "for that, so these experts stay in high precision"
-)
 
 STAYS_CLOSED = "te_stays_closed"
 """Meta key: why a pass that could have opened this opaque product into linears left it."""
@@ -132,7 +129,7 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     result = result[0] if isinstance(result, (tuple, list)) else result
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=matrices[0])
-    in_general = _NO_GROUPED_PRODUCT if form == "grouped_mm" else f"a weight used through {form} is not lowered to FP8"
+    in_general = OTHER_FORM if form == FORM else f"a weight used through {form} is not lowered to FP8"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
     return site
@@ -148,6 +145,7 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
     (lambda node: node.target in (torch.addmm, "addmm"), _addmm_site),
     (_is_matrix_product, _matmul_site),
     (is_batched_product, batched_site),
+    (is_grouped_product, grouped_site),
     (is_einsum, einsum_site),
     (is_convolution, convolution_site),
     (lambda node: node.op in ("call_function", "call_method"), _other_site),

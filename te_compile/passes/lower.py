@@ -1,14 +1,16 @@
 """Turn the selected linears into ``te::`` operators with FP8 state.
 
 The root graph gains, in front: the states as placeholders, one snapshot of all scales, one quantize of all weights, and
-the slots through which gradient amaxes return. Each linear becomes one ``te::linear``. At the end stands the one update
-of all forward states; the backward states' update comes with the slots' gradient. Scales are read from the snapshot, an
-opaque operator's fresh output: reading the state itself would let the compiler save a view of what the update then
-overwrites, and the backward pass would use the wrong scale without a word.
+the slots through which gradient amaxes return. Each linear becomes one ``te::linear``, and each product of
+grouped experts one ``te::grouped_linear``. At the end stands the one update of all forward states; the backward states'
+update comes with the slots' gradient. Scales are read from the snapshot, an opaque operator's fresh output: reading the
+state itself would let the compiler save a view of what the update then overwrites, and the backward pass would use the
+wrong scale without a word.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from te_compile.ops.gradient_slots import GRADIENT_SLOTS
+from te_compile.ops.grouped_linear import GROUPED_LINEAR
 from te_compile.ops.linear import LINEAR, LinearConfig
 from te_compile.ops.quantize import padded
 from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
@@ -139,15 +142,19 @@ class _Lowering:
         return quantized
 
     def _padded_shape(self, matrix: Matrix) -> tuple[int, int]:
-        rows, columns = value_of(matrix.value).shape
-        return padded(rows), padded(columns)
+        *experts, rows, columns = value_of(matrix.value).shape
+        return math.prod(experts) * padded(rows), padded(columns)
 
     def _pad(self, weight: Node, matrix: Matrix, shape: tuple[int, int]) -> Node:
-        """``weight`` with zeros up to the sizes that FP8 products take, itself where it has them."""
-        more_rows, more_columns = (new - old for new, old in zip(shape, value_of(matrix.value).shape, strict=True))
-        if not more_rows and not more_columns:
-            return weight
-        return self.call(F.pad, weight, (0, more_columns, 0, more_rows))
+        """``weight`` with zeros up to the sizes that FP8 products take, itself where it has them.
+
+        A batch of experts becomes one matrix, the experts on top of each other.
+        """
+        *experts, rows, columns = value_of(matrix.value).shape
+        more_rows, more_columns = padded(rows) - rows, padded(columns) - columns
+        if more_rows or more_columns:
+            weight = self.call(F.pad, weight, (0, more_columns, 0, more_rows))
+        return self.call(torch.reshape, weight, shape) if experts else weight
 
     def _layouts(self, matrix: Matrix) -> tuple[bool, bool]:
         """Which copies of a matrix its products read: (as stored, transposed). dgrad alone reads the second one."""
@@ -189,7 +196,7 @@ def _lower_site(
     config: str,
     became: dict[Node, Node],
 ) -> Node:
-    """Replace the site's node by ``te::linear`` in its own region; returns the root's node of the amax of x.
+    """Replace the site's node by its ``te::`` operator in its own region; returns the root's node of the amax of x.
 
     ``became`` maps linears lowered before to their results: one linear may read another's.
     """
@@ -200,8 +207,9 @@ def _lower_site(
     stored = site.weight if site.weight.graph is region.graph else region.bring_in(site.weight)
     operands = [weight.codes, weight.codes_transposed, weight.scale_inv, *scales]
     brought = [None if operand is None else region.bring_in(operand) for operand in operands]
+    target, beside = (LINEAR, bias) if site.ends is None else (GROUPED_LINEAR, site.ends)
     with region.graph.inserting_before(node):
-        out = region.graph.call_function(LINEAR, (x, stored, bias, *brought, value_of(node).dtype, config))
+        out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config))
         y = region.graph.call_function(operator.getitem, (out, 0))
         amax = region.graph.call_function(operator.getitem, (out, 1))
     for new in (out, y):

@@ -32,8 +32,9 @@ class Site:
 
     ``tokens`` is M, the rows of x (a hint where the size is symbolic); ``features`` is (in, out). ``matrix`` is what is
     quantised and ``root_weight`` the root placeholder of the parameter behind it, for sites that can be lowered.
-    ``linears`` is how many equal ones the node computes. ``spell`` writes them out as plain products, for a node that
-    is none, and returns the node of the result and their sites. ``reason`` is empty for ``status`` "fp8".
+    ``linears`` is how many equal ones the node computes. ``ends`` is given where they share the rows of x, each taking
+    those up to its own end. ``spell`` writes them out as plain products, for a node that is none, and returns the node
+    of the result and their sites. ``reason`` is empty for ``status`` "fp8".
     """
 
     name: str
@@ -49,6 +50,7 @@ class Site:
     root_weight: Node | None = None
     matrix: Matrix | None = None
     linears: int = 1
+    ends: Node | None = None
     spell: Callable[[Site], tuple[Node, list[Site]]] | None = None
     reason: str = ""
     cause: Cause | None = None
@@ -61,7 +63,8 @@ class Site:
     @property
     def flops(self) -> int:
         """Forward floating-point operations: two per multiply-add."""
-        return 2 * self.tokens * self.features[0] * self.features[1] * self.linears
+        rows = self.tokens if self.ends is not None else self.tokens * self.linears
+        return 2 * rows * self.features[0] * self.features[1]
 
     @property
     def padding(self) -> tuple[int, int]:

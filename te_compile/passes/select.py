@@ -139,7 +139,11 @@ def by_cost(site: Site, options: Options) -> Verdict:
     if not options.cost_model or value.device.type != "cuda":
         return None
     training = torch.is_grad_enabled()
-    gain = gain_microseconds(site.tokens, *site.features, padding=site.padding, training=training)
+    # Experts that share the rows of x have a weight each, and those are quantised whoever gets the tokens.
+    weights = site.linears if site.ends is not None else 1
+    gain = gain_microseconds(
+        site.tokens, *site.features, padding=site.padding, training=training, weights=weights
+    )  # fmt: skip
     if gain >= 0:
         return None
     size = f"{site.tokens}×{site.features[0]}×{site.features[1]}"

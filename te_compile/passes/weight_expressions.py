@@ -84,15 +84,18 @@ def origin(node: Any, region: Region) -> tuple[Any, Region]:
 
 
 def swaps_two_dimensions(node: Node) -> bool:
-    """Is ``node`` the transposition of a matrix?"""
-    name = called(node)
-    if name not in TRANSPOSITIONS or not isinstance(value_of(node), Tensor) or value_of(node).dim() != 2:
+    """Is ``node`` the transposition of a matrix, or of each matrix of a batch?"""
+    name, value = called(node), value_of(node)
+    if name not in TRANSPOSITIONS or not isinstance(value, Tensor) or value.dim() not in (2, 3):
         return False
-    if name in ("T", "mT", "t"):
+    if name in ("T", "t"):
+        return value.dim() == 2
+    if name == "mT":
         return True
     given: list[Any] = [*node.args[1:], *(value for key, value in node.kwargs.items() if key != "input")]
-    order = [d % 2 for d in (given[0] if isinstance(given[0], (tuple, list)) else given)]
-    return order == [1, 0] or (name != "permute" and order == [0, 1])
+    order = [d % value.dim() for d in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+    last_two = [value.dim() - 2, value.dim() - 1]
+    return order == [*range(value.dim() - 2), *reversed(last_two)] if name == "permute" else sorted(order) == last_two
 
 
 def _shows_the_same_matrix(node: Node) -> bool:
@@ -113,9 +116,12 @@ class Weights:
         } - {None}
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
 
-    def weight(self, node: Any, region: Region, transposed: bool) -> Weight:
-        """``node``, used in ``region``, as a weight. transposed: it is used as [K, N]. Raises NotAWeightError."""
-        if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != 2:
+    def weight(self, node: Any, region: Region, transposed: bool, dimensions: int = 2) -> Weight:
+        """``node``, used in ``region``, as a weight: a matrix, or a batch of them where ``dimensions`` is 3.
+
+        transposed: it is used as [K, N]. Raises NotAWeightError.
+        """
+        if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != dimensions:
             raise NotAWeightError("its weight is no matrix")
         found: tuple[Node, bool, Node, Region] | None = None
         inner, place = node, region

@@ -124,14 +124,3 @@ def test_other_batches_are_reported_and_left(function: Callable[..., Tensor]) ->
 def test_a_batched_product_of_two_activations_is_no_linear() -> None:
     _, plan = regions_and_plan(lambda x: torch.bmm(x, x.mT), torch.randn(2, 5, 32))
     assert not plan.sites
-
-
-def test_grouped_experts_say_what_is_missing() -> None:
-    weight = nn.Parameter(torch.randn(EXPERTS, 32, 48, dtype=torch.bfloat16))
-
-    def run(x: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weight, offs=ends)
-
-    ends = torch.tensor([16, 24, 48], dtype=torch.int32)
-    site = only_site(run, torch.randn(48, 32, dtype=torch.bfloat16), ends)
-    assert site.cause is Cause.UNSUPPORTED and "tokens" in site.reason and "experts" in site.reason
