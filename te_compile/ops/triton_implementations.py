@@ -18,7 +18,7 @@ from torch import Tensor
 from te_compile.ops import calibration, registry
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_quantize import norm_quantize_reference
-from te_compile.ops.quantize import quantize_reference
+from te_compile.ops.quantize import ALIGNMENT, quantize_reference
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.ops.weights import column_places, row_places
 from te_compile.recipe import DelayedScaling, ScaleRule, recipe_of
@@ -70,6 +70,25 @@ def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
     _check_dtypes(arguments["weights"], arguments["dtype"])
     if len({weight.dtype for weight in arguments["weights"]}) > 1:
         raise Unsupported("the weights differ in dtype")
+
+
+def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    a, b = arguments["a"], arguments["b"]
+    if a.dtype not in FP8 or b.dtype not in FP8:
+        raise Unsupported(f"{a.dtype} and {b.dtype} are not both among {', '.join(map(str, FP8))}")
+    if arguments["out_dtype"] not in DTYPES:
+        raise Unsupported(f"{arguments['out_dtype']} is none of {', '.join(map(str, DTYPES))}")
+
+
+def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
+    _check_grouped(target, arguments)
+    b = arguments["b"]
+    for name, length in (("K", b.shape[2]), ("an expert's stride", b.stride(0)), ("a row's stride", b.stride(1))):
+        if isinstance(length, int) and length % ALIGNMENT:
+            raise Unsupported(f"{name}={length} is not a multiple of {ALIGNMENT}")
+    if b.stride(2) != 1:
+        raise Unsupported("the experts do not lie along the contraction")
 
 
 def _check_snapshot(target: Target, arguments: dict[str, Any]) -> None:
@@ -153,6 +172,38 @@ def quantize_weights(
         rule,
         _must_measure(scales),
     )
+
+
+@registry.register("grouped_gemm", TRITON, priority=PRIORITY, check=_check_grouped_gemm)
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    accumulation: str,
+) -> Tensor:
+    """``te::grouped_gemm`` by kernels/grouped_gemm.py."""
+    from te_compile.kernels.grouped_gemm import grouped_gemm as kernel
+
+    return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)
+
+
+@registry.register("grouped_wgrad", TRITON, priority=PRIORITY, check=_check_grouped)
+def grouped_wgrad(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    accumulation: str,
+) -> Tensor:
+    """``te::grouped_wgrad`` by kernels/grouped_gemm.py."""
+    from te_compile.kernels.grouped_gemm import grouped_wgrad as kernel
+
+    return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)
 
 
 @registry.register("snapshot", TRITON, priority=PRIORITY, check=_check_snapshot)
