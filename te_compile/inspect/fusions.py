@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
 
 from te_compile.ops.grouped_gemm import PRODUCTS
@@ -89,8 +90,12 @@ def producer_text(producer: Node | None, which: str) -> str:
 
 def operations_text(spec: Spec, which: str) -> str:
     """The operations of ``spec``, which makes "x" or "dy", in order and each once: ``silu·mul``; no roundings."""
-    operations = [step.operation for step in spec.steps if step.operation not in ROUNDINGS]
-    if which == "dy" and any(given.place is Place.COLUMN for given in spec.inputs):  # only norms have row statistics
+    columns = {f"x{i}": given.dtype for i, given in enumerate(spec.inputs) if given.place is Place.COLUMN}
+    masks = {name for name, dtype in columns.items() if dtype == torch.bool}
+    # Which rows an expert owns is a matter of te::grouped_linear, and none of the model's.
+    own = [step for step in spec.steps if not (step.operation == "where" and step.operands[0] in masks)]
+    operations = [step.operation for step in own if step.operation not in ROUNDINGS]
+    if which == "dy" and len(columns) - len(masks) > 1:  # only norms have several row statistics
         return "norm backward" + (" + residual" if operations[-1:] == ["add"] else "")
     for sequence, word in _WORDS:
         for start in range(len(operations) - len(sequence), -1, -1):

@@ -9,6 +9,10 @@ x and dy have one scale each, for all experts, and so does the weight: its FP8 s
 one row for each role whatever the parameter's shape. Experts of one layer are drawn alike and differ in magnitude far
 less than by the fourteen binades of normal numbers that E4M3 has below its largest. So the weight is quantised as one
 matrix, the experts on top of each other; in its transposed copy an expert is a run of columns.
+
+Rows past the last end belong to no expert, and torch's own product leaves them unwritten, so that x and dy may hold
+anything there. It must not reach an amax: ``te::owned_rows`` sets those rows of x to zero, once for all products that
+read it, and the backward pass does so with dy.
 """
 
 from __future__ import annotations
@@ -23,6 +27,25 @@ from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.library import define_composite
 from te_compile.ops.linear import LinearConfig
 from te_compile.ops.quantize import QUANTIZE, padded
+
+
+def owned_rows(x: Tensor, ends: Tensor) -> Tensor:
+    """x: [T, K], zero in the rows from ``ends[-1]`` on."""
+    owned = torch.arange(x.shape[0], device=x.device) < ends[-1]
+    return torch.where(owned.unsqueeze(1), x, 0.0)
+
+
+class _OwnedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor) -> Tensor:
+        return owned_rows(x, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # from dgrad, which is zero in the other rows
+
+
+OWNED_ROWS = define_composite("owned_rows(Tensor x, Tensor ends) -> Tensor", _OwnedRows.apply)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -63,6 +86,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = grad_amax = None
         if needs_x or needs_weight:
+            grad = owned_rows(grad, ends)
             q, q_transposed, grad_amax, grad_scale_inv = QUANTIZE(
                 grad, grad_scale, config.backward, True, True, config.rule
             )
@@ -113,9 +137,9 @@ def grouped_linear(
     out_dtype: torch.dtype,
     config: str,
 ) -> tuple[Tensor, Tensor]:
-    """x: [T, K]; weight: [E, N, K] or [E, K, N], as the user stores it, for its gradient alone; ends: [E]; codes: the
-    weight's FP8 copy as one matrix, each expert padded to multiples of 16, and codes_transposed its transpose, the one
-    that no product reads may be absent; scales: [] fp32 (None: current).
+    """x: [T, K], zero in rows of no expert; weight: [E, N, K] or [E, K, N], as the user stores it, for its gradient
+    alone; ends: [E]; codes: the weight's FP8 copy as one matrix, each expert padded to multiples of 16, and
+    codes_transposed its transpose, the one that no product reads may be absent; scales: [] fp32 (None: current).
     Returns y [T, N], amax of x []."""
     # As in te::linear: a slot must not make a frozen layer's result require a gradient.
     if slot is not None and not (x.requires_grad or weight.requires_grad):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from te_compile.ops.gradient_slots import GRADIENT_SLOTS
-from te_compile.ops.grouped_linear import GROUPED_LINEAR
+from te_compile.ops.grouped_linear import GROUPED_LINEAR, OWNED_ROWS
 from te_compile.ops.linear import LINEAR, LinearConfig
 from te_compile.ops.quantize import padded
 from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
@@ -189,6 +189,12 @@ class _Lowering:
         return largest
 
 
+def _owned_rows(x: Node, ends: Node, before: Node) -> Node:
+    """``te::owned_rows`` of x: the one that another product of the same groups reads, or a new one."""
+    known = (user for user in x.users if user.target is OWNED_ROWS and user.args == (x, ends) and user < before)
+    return next(known, None) or before.graph.call_function(OWNED_ROWS, (x, ends))
+
+
 def _lower_site(
     site: Site,
     weight: _Weight,
@@ -209,6 +215,8 @@ def _lower_site(
     brought = [None if operand is None else region.bring_in(operand) for operand in operands]
     target, beside = (LINEAR, bias) if site.ends is None else (GROUPED_LINEAR, site.ends)
     with region.graph.inserting_before(node):
+        if site.ends is not None and x is not None:
+            x = _owned_rows(x, site.ends, node)
         out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config))
         y = region.graph.call_function(operator.getitem, (out, 0))
         amax = region.graph.call_function(operator.getitem, (out, 1))
