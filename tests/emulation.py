@@ -3,7 +3,8 @@
     Q(t) = fp8(t · s) / s,   s = fp8_max / max |t|
 
 A linear computes Q(x) · Q(w)ᵀ + b with x and w in E4M3; its gradients are Q(dy) · Q(w) and Q(dy)ᵀ · Q(x) with dy in
-E5M2. Products are taken in fp32. Nothing of te_compile is used here.
+E5M2. Grouped experts do the same on the rows of each, with one scale for all. Products are taken in fp32. Nothing of
+te_compile is used here.
 """
 
 from __future__ import annotations
@@ -50,6 +51,32 @@ class _Emulated(torch.autograd.Function):
 def emulated_linear(x: Tensor, w: Tensor, b: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """x: [..., K], w: [N, K], b: [N]; the result [..., N] has the dtype of ``x`` or the one given."""
     return _Emulated.apply(x, w, b, x.dtype if dtype is None else dtype)
+
+
+class _EmulatedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        stops = ends.tolist()
+        ctx.groups = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        ctx.x, ctx.w, ctx.dtypes = rounded(x[: stops[-1]], FORWARD), rounded(w, FORWARD), (x.dtype, w.dtype)
+        y = x.new_zeros(x.shape[0], w.shape[2], dtype=torch.float32)
+        for rows, expert in zip(ctx.groups, ctx.w, strict=True):
+            y[rows] = ctx.x[rows] @ expert
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        g = rounded(dy[: ctx.groups[-1].stop], BACKWARD)
+        dx, dw = dy.new_zeros(dy.shape[0], ctx.w.shape[1], dtype=torch.float32), torch.zeros_like(ctx.w)
+        for index, rows in enumerate(ctx.groups):
+            dx[rows] = g[rows] @ ctx.w[index].t()
+            dw[index] = ctx.x[rows].t() @ g[rows]
+        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None
+
+
+def emulated_experts(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """x: [T, K], w: [E, K, N], ends: [E], the end of each expert's rows; y: [T, N], zero in rows of no expert."""
+    return _EmulatedExperts.apply(x, w, ends)
 
 
 def emulated(model: nn.Module, eligible: Callable[[str, nn.Module], bool]) -> nn.Module:

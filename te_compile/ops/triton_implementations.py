@@ -84,11 +84,11 @@ def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
 def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
     _check_grouped(target, arguments)
     b = arguments["b"]
+    if b.stride(2) != 1:
+        raise Unsupported("the experts' rows do not run along the contraction")
     for name, length in (("K", b.shape[2]), ("an expert's stride", b.stride(0)), ("a row's stride", b.stride(1))):
         if isinstance(length, int) and length % ALIGNMENT:
             raise Unsupported(f"{name}={length} is not a multiple of {ALIGNMENT}")
-    if b.stride(2) != 1:
-        raise Unsupported("the experts do not lie along the contraction")
 
 
 def _check_snapshot(target: Target, arguments: dict[str, Any]) -> None:

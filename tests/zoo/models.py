@@ -1,4 +1,4 @@
-"""Small models of fifteen architectures with random weights, no downloads: what the acceptance tests train.
+"""Small models of nineteen architectures with random weights, no downloads: what the acceptance tests train.
 
 Every width is a multiple of 16, so that FP8 really runs; dropout is off, so that two runs can be compared. Each builder
 returns a :class:`Case`; ``train`` adds what makes the model return a loss.
@@ -60,11 +60,11 @@ def images(batch: int = BATCH) -> Tensor:
 # --- decoders ------------------------------------------------------------------------------------------------------
 
 
-def _causal(name: str, train: bool, **settings: Any) -> Case:
+def _causal(name: str, train: bool, length: int = LENGTH, **settings: Any) -> Case:
     """A causal language model of transformers by the prefix of its classes."""
     config = getattr(transformers, f"{name}Config")(vocab_size=VOCABULARY, **settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    ids = tokens()
+    ids = tokens(length)
     return Case(model, {"input_ids": ids, "use_cache": False} | ({"labels": ids} if train else {}))
 
 
@@ -122,6 +122,46 @@ def gpt2(train: bool) -> Case:
     )  # fmt: skip
     ids = tokens()
     return Case(transformers.GPT2LMHeadModel(config), {"input_ids": ids} | ({"labels": ids} if train else {}))
+
+
+# --- mixtures of experts -------------------------------------------------------------------------------------------
+
+_EXPERTS, _CHOSEN = 4, 2
+_MANY_TOKENS = 64  # of a row: a token that FP8 sends to another expert must not be much of either's gradient
+
+
+def _mixture(name: str, train: bool, **settings: Any) -> Case:
+    return _causal(name, train, length=_MANY_TOKENS, **_LLAMA_LIKE | settings)
+
+
+@builder
+def mixtral(train: bool) -> Case:
+    return _mixture("Mixtral", train, num_local_experts=_EXPERTS, num_experts_per_tok=_CHOSEN)
+
+
+@builder
+def qwen2_moe(train: bool) -> Case:
+    return _mixture(
+        "Qwen2Moe", train, num_experts=_EXPERTS, num_experts_per_tok=_CHOSEN, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    )  # fmt: skip
+
+
+@builder
+def deepseek_v2(train: bool) -> Case:
+    return _mixture(
+        "DeepseekV2", train, num_key_value_heads=HEADS, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=_EXPERTS, n_shared_experts=1, moe_intermediate_size=32,
+        first_k_dense_replace=1, num_experts_per_tok=_CHOSEN, n_group=1, topk_group=1,
+    )  # fmt: skip
+
+
+@builder
+def gpt_oss(train: bool) -> Case:
+    return _mixture(
+        "GptOss", train, head_dim=16, num_local_experts=_EXPERTS, num_experts_per_tok=_CHOSEN, sliding_window=16,
+        attn_implementation="eager",
+    )  # fmt: skip
 
 
 # --- encoders, and encoders with decoders --------------------------------------------------------------------------
