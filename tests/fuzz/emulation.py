@@ -194,7 +194,25 @@ def _product(func: Any, args: Any, kwargs: Any) -> Product | None:
         return _einsum(*args)
     if func in (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d):
         return _convolution(func, *args, **kwargs)
+    if getattr(func, "__name__", "").split(".")[0] in _GROUPED:
+        return _experts(*args, **kwargs)
     return None
+
+
+_GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+
+
+def _experts(x: Tensor, w: Tensor, offs: Tensor | None = None, **_: Any) -> Product | None:
+    """Tokens times experts; ``offs`` says where each expert's tokens end."""
+    if offs is None or (x.dim(), w.dim()) != (2, 3):
+        return None
+
+    def multiplied(x: Tensor, w: Tensor) -> Tensor:
+        stops = offs.tolist()
+        parts = [x[start:stop] @ w[e] for e, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))]
+        return torch.cat([*parts, x.new_zeros(x.shape[0] - stops[-1], w.shape[2])])
+
+    return multiplied, x, w, None
 
 
 def _einsum(equation: str, *operands: Tensor) -> Product | None:

@@ -1,0 +1,73 @@
+"""Examine the whole zoo and write its table.
+
+    python -m tests.zoo [ARCHITECTURE ...] [--jobs 2] [--recipe delayed] [--out docs/zoo.md] [--rows runs/zoo.jsonl]
+
+Each finding is a line of ``--rows`` as soon as it is there, and a run continues where one before it stopped. Exits with
+1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+from tqdm import tqdm
+
+from tests.zoo.examine import SETTINGS, Finding, examine_alone
+from tests.zoo.models import ARCHITECTURES
+from tests.zoo.table import page
+
+
+def _kept_rows(path: Path) -> Iterator[Finding]:
+    if path.exists():
+        yield from (Finding(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Examine the whole zoo in FP8.")
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="all if none is given")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--recipe", default="delayed")
+    parser.add_argument("--out", type=Path, help="where the table goes; printed if not given")
+    parser.add_argument("--rows", type=Path, default=Path("runs/zoo.jsonl"), help="one finding a line")
+    given = parser.parse_args()
+    unknown = sorted(set(given.architectures) - set(ARCHITECTURES))
+    if unknown:
+        parser.error(f"unknown architectures {unknown}; choose from {', '.join(ARCHITECTURES)}")
+    return given
+
+
+def main() -> int:
+    """Run, write, and say whether all is well."""
+    given = _parsed()
+    names = given.architectures or list(ARCHITECTURES)
+    found = {(each.architecture, each.setting): each for each in _kept_rows(given.rows) if each.architecture in names}
+    cells = [(n, s, given.recipe) for n in names for s in SETTINGS if (n, str(s)) not in found]
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(given.jobs, maxtasksperchild=40) as pool:
+        for finding in tqdm(
+            pool.imap_unordered(examine_alone, cells), total=len(cells), unit="setting", file=sys.stderr
+        ):
+            found[finding.architecture, finding.setting] = finding
+            with given.rows.open("a", encoding="utf-8") as rows:
+                rows.write(json.dumps(finding.data()) + "\n")
+            if finding.outcome == "wrong":
+                tqdm.write(f"{finding.architecture}, {finding.setting}: {finding.complaints}", file=sys.stderr)
+    ordered = [found[name, str(setting)] for name in names for setting in SETTINGS]
+    text = page(ordered)
+    if given.out is None:
+        print(text)
+    else:
+        given.out.write_text(text, encoding="utf-8")
+    return int(any(each.outcome == "wrong" for each in ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Run one architecture in one setting with and without te_fp8, and write down what differs."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.passes import manager
+from te_compile.passes.plan import Cause, Site
+from tests.compiling import compiled, cosine, gradients, know_the_backend
+from tests.fuzz.emulation import Fp8Products
+from tests.zoo.case import Architecture, Case, NotSupportedError, Setting, loss_of
+from tests.zoo.models import ARCHITECTURES
+
+LOSS_TOLERANCE = 0.02
+LEAST_COSINE = 0.97
+SIZE_TOLERANCE = 0.1  # of a gradient's norm
+CLOSE = 0.01  # two runs in FP8 differ by so much where a last bit moved numbers to the next code
+LEAST_SHARE = 0.98
+NEGLIGIBLE = 0.01  # of the largest gradient's norm: what is below carries no direction worth comparing
+EMULATIONS = 5
+
+SETTINGS = [
+    Setting(train, attention, checkpointed)
+    for attention in ("sdpa", "eager")
+    for train, checkpointed in ((True, False), (True, True), (False, False))
+]
+
+
+@dataclass
+class Finding:
+    """``outcome``: "ok", "wrong" (see ``complaints``), or "not run" for what fails without te_fp8 too (``detail``).
+
+    ``cosine`` is the least of a matrix's gradient with that of high precision (in inference: of the output), and
+    ``textbook`` the least that textbook FP8 reaches there, where it was asked. ``kept`` counts linears by reason.
+    ``rewrites`` counts what each pass changed.
+    """
+
+    architecture: str
+    kind: str
+    setting: str
+    outcome: str = "ok"
+    detail: str = ""
+    complaints: list[str] = field(default_factory=list)
+    loss_error: float = 0.0
+    cosine: float = 1.0
+    textbook: float | None = None
+    linears: int = 0
+    in_fp8: int = 0
+    share: float = 1.0
+    kept: dict[str, int] = field(default_factory=dict)
+    rewrites: dict[str, int] = field(default_factory=dict)
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Step:
+    """What one call gave. The gradients are empty in inference."""
+
+    output: Any
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def step(case: Case, run: Callable[..., Any], train: bool, seed: int) -> Step:
+    """One call, with its backward pass in training; dropout draws from ``seed``."""
+    case.model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with torch.set_grad_enabled(train):
+        output = run(**case.inputs)
+        loss = loss_of(output)
+    if train:
+        loss.backward()
+    return Step(output, loss.detach().float(), gradients(case.model))
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The output, or its first member."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def fp8_share(sites: list[Site]) -> float:
+    """Of the FLOPs of all eligible linears, the part that runs in FP8."""
+    eligible = sum(site.flops for site in sites if site.cause in (None, Cause.UNSUPPORTED))
+    return sum(site.flops for site in sites if site.status == "fp8") / eligible if eligible else 1.0
+
+
+def statuses_of(sites: list[Site]) -> dict[str, list[bool]]:
+    """For each linear by its name, in order, whether it runs in FP8."""
+    found: dict[str, list[bool]] = {}
+    for site in sites:
+        found.setdefault(site.name, []).append(site.status == "fp8")
+    return found
+
+
+def compared(expected: dict[str, Tensor]) -> list[str]:
+    """The matrix parameters whose gradient is not negligible."""
+    largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
+    return [name for name, g in expected.items() if g.dim() >= 2 and float(g.norm()) > NEGLIGIBLE * largest]
+
+
+class _Examination:
+    """One model, one setting."""
+
+    def __init__(self, architecture: Architecture, setting: Setting, recipe: str) -> None:
+        self.setting, self.recipe, self.seed = setting, recipe, random.randrange(2**31)
+        self.found = Finding(architecture.name, architecture.kind, str(setting))
+        self.case = architecture.case(setting)
+        self.statuses: dict[str, list[bool]] = {}
+
+    def run(self) -> Finding:
+        expected = self._step(self.case.model)
+        before = self._names_and_parameters()
+        torch._dynamo.reset()
+        with manager.recording() as records:
+            try:
+                fast = compiled(self.case.model, recipe=self.recipe)
+                # The second step of delayed scaling runs with the scales that the first one left.
+                steps = [self._step(fast) for _ in range(2)]
+            except Exception as error:
+                if self._fails_anyway():
+                    return self._not_run(f"torch.compile fails too: {_first_line(error)}")
+                return self._wrong(f"fails: {_first_line(error)}")
+        sites = [site for record in records for site in record.plan.sites]
+        self.statuses = statuses_of(sites)
+        self._describe(sites, records)
+        for got in steps:
+            self._compare(expected, got)
+        if self._names_and_parameters() != before:
+            self._wrong("the model has other parameters, or its state_dict other names")
+        return self.found
+
+    def _names_and_parameters(self) -> tuple[list[str], dict[str, int]]:
+        model = self.case.model
+        return list(model.state_dict()), {name: id(parameter) for name, parameter in model.named_parameters()}
+
+    def _step(self, run: Callable[..., Any]) -> Step:
+        return step(self.case, run, self.setting.train, self.seed)
+
+    def _wrong(self, complaint: str) -> Finding:
+        self.found.outcome = "wrong"
+        self.found.complaints.append(complaint)
+        return self.found
+
+    def _not_run(self, why: str) -> Finding:
+        self.found.outcome, self.found.detail = "not run", why
+        return self.found
+
+    def _without_us(self) -> Step:
+        """The second step under torch.compile without te_fp8."""
+        torch._dynamo.reset()
+        plain = torch.compile(self.case.model, backend="aot_eager")
+        self._step(plain)
+        return self._step(plain)
+
+    def _fails_anyway(self) -> bool:
+        """Does torch.compile fail without te_fp8?"""
+        try:
+            self._without_us()
+        except Exception:
+            return True
+        return False
+
+    def _describe(self, sites: list[Site], records: list[manager.Compilation]) -> None:
+        found = self.found
+        found.graphs, found.linears = len(records), len(sites)
+        found.in_fp8, found.share = sum(site.status == "fp8" for site in sites), fp8_share(sites)
+        found.kept = dict(Counter(site.reason for site in sites if site.status == "kept"))
+        counts: Counter[str] = Counter()
+        for record in records:
+            counts.update({each.name: each.count for each in record.passes})
+        found.rewrites = {name: count for name, count in counts.items() if count}
+        if found.share < LEAST_SHARE:
+            lacking = {site.reason for site in sites if site.cause is Cause.UNSUPPORTED}
+            self._wrong(f"{found.share:.1%} of eligible FLOPs in FP8: {sorted(lacking)}")
+        if any(not site.reason for site in sites if site.status == "kept"):
+            self._wrong("a linear is kept without a reason")
+
+    def _compare(self, expected: Step, got: Step) -> None:
+        found = self.found
+        error = _loss_error(got, expected)
+        found.loss_error = max(found.loss_error, error)
+        kinds = [(type(each), list(getattr(each, "keys", list)())) for each in (got.output, expected.output)]
+        if kinds[0] != kinds[1]:
+            self._wrong(f"the output is a {kinds[0]}, not a {kinds[1]}")
+        other = got.gradients.keys() ^ expected.gradients.keys()
+        # Behind a graph break torch.compile gives zeros to what eager mode gives nothing.
+        if other and got.gradients.keys() != self._without_us().gradients.keys():
+            self._wrong(f"other parameters have gradients: {sorted(other)}")
+            return
+        reached, sizes = self._cosines(expected, got), self._sizes(expected, got)
+        found.cosine = min([found.cosine, *reached.values()])
+        low = {name: each for name, each in reached.items() if each < LEAST_COSINE}
+        odd = {name: each for name, each in sizes.items() if abs(each - 1) > SIZE_TOLERANCE}
+        if low or odd or error > LOSS_TOLERANCE:
+            self._ask_the_textbook(expected, got, error, low, odd)
+
+    def _cosines(self, expected: Step, got: Step) -> dict[str, float]:
+        if not self.setting.train:
+            return {"output": cosine(first_tensor(got.output), first_tensor(expected.output))}
+        names = compared(expected.gradients)
+        return {name: cosine(got.gradients[name], expected.gradients[name]) for name in names}
+
+    def _sizes(self, expected: Step, got: Step) -> dict[str, float]:
+        """How long each matrix's gradient is beside that of high precision; a cosine does not tell."""
+        names = compared(expected.gradients)
+        return {name: float(got.gradients[name].norm() / expected.gradients[name].norm()) for name in names}
+
+    def _ask_the_textbook(
+        self, expected: Step, got: Step, error: float, low: dict[str, float], odd: dict[str, float]
+    ) -> None:
+        """Where FP8 itself falls short of the bounds, it sets them: emulations that each round on another grid."""
+        emulated = [self._emulated(number) for number in range(EMULATIONS)]
+        reached = [self._cosines(expected, textbook) for textbook in emulated]
+        same_grid = self._cosines(emulated[0], got)
+        self.found.textbook = min([self.found.textbook or 1.0, *(each[name] for each in reached for name in low)])
+        for name, ours in low.items():
+            theirs = [each[name] for each in reached]
+            spread = max(theirs) - min(theirs)
+            if ours < min(theirs) - max(CLOSE, spread) and same_grid[name] < 1 - CLOSE:
+                self._wrong(f"cosine of {name}: {ours:.4f}, textbook FP8 {min(theirs):.4f} to {max(theirs):.4f}")
+        emulated_sizes = [self._sizes(expected, textbook) for textbook in emulated]
+        for name, ours in odd.items():
+            theirs = [each[name] for each in emulated_sizes]
+            if not min(theirs) - SIZE_TOLERANCE <= ours <= max(theirs) + SIZE_TOLERANCE:
+                self._wrong(f"size of {name}: {ours:.3f}, textbook FP8 {min(theirs):.3f} to {max(theirs):.3f}")
+        errors = [_loss_error(each, expected) for each in emulated]
+        if error > max(LOSS_TOLERANCE, max(errors) + (max(errors) - min(errors))):
+            self._wrong(f"loss off by {error:.2%}, textbook FP8 {max(errors):.2%}")
+
+    def _emulated(self, number: int) -> Step:
+        """A step in textbook FP8; number 0 rounds on the grid that just fits, as te_fp8 does."""
+        if self.setting.checkpointed:  # what is recomputed would be without the emulation
+            self.case.model.gradient_checkpointing_disable()
+        mode = Fp8Products(self.case.model, self.statuses, random.Random(number) if number else None)
+
+        def run(**inputs: Any) -> Any:
+            with mode:
+                return self.case.model(**inputs)
+
+        return self._step(run)
+
+
+def _loss_error(got: Step, expected: Step) -> float:
+    return abs(float(got.loss - expected.loss)) / max(abs(float(expected.loss)), 1e-12)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+
+
+def examine(architecture: Architecture, setting: Setting, recipe: str = "delayed") -> Finding:
+    """The finding for one setting; every failure becomes a part of it."""
+    know_the_backend()
+    start = time.perf_counter()
+    nothing = Finding(architecture.name, architecture.kind, str(setting), "not run")
+    try:
+        examination = _Examination(architecture, setting, recipe)
+        examination._step(examination.case.model)
+    except NotSupportedError as why:
+        nothing.detail = str(why)
+        return nothing
+    except Exception as error:
+        nothing.detail = f"eager mode fails: {_first_line(error)}"
+        return nothing
+    finding = examination.run()
+    finding.seconds = time.perf_counter() - start
+    return finding
+
+
+def examine_alone(cell: tuple[str, Setting, str]) -> Finding:
+    """``examine`` an architecture by its name, with random data of its own, in a process that does nothing else."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    random.seed()
+    torch.seed()
+    name, setting, recipe = cell
+    return examine(ARCHITECTURES[name], setting, recipe)
