@@ -1,0 +1,68 @@
+"""LoRA adapters of the PEFT library around a frozen model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+pytest.importorskip("peft", reason="adapters of the PEFT library")
+
+import peft
+
+from te_compile.passes import manager
+from tests.compiling import compiled, cosine
+from tests.zoo.case import Case, Setting
+from tests.zoo.examine import step
+from tests.zoo.models import ARCHITECTURES
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def adapted(rank: int, checkpointed: bool) -> Case:
+    case = ARCHITECTURES["llama"].case(Setting())
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False
+    )
+    model = peft.get_peft_model(case.model, config)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return Case(model, case.inputs)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_of_low_rank_stay_and_the_frozen_linears_run_in_fp8(checkpointed: bool, seed: int) -> None:
+    case = adapted(8, checkpointed)
+    expected = step(case, case.model, True, seed)
+    with manager.recording() as records:
+        fast = compiled(case.model)
+        steps = [step(case, fast, True, seed) for _ in range(2)]
+    sites = [site for record in records for site in record.plan.sites]
+    assert {site.name.rpartition(".")[2] for site in sites if site.status == "fp8"} == {"base_layer"}
+    assert all("too narrow" in site.reason for site in sites if ".lora_" in site.name)
+    for got in steps:
+        assert abs(float(got.loss / expected.loss) - 1) < 0.02
+        assert got.gradients.keys() == expected.gradients.keys()
+        assert all("lora_" in name for name in got.gradients), "a frozen weight has a gradient"
+        assert all(cosine(got.gradients[name], each) > 0.97 for name, each in expected.gradients.items())
+
+
+def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
+    case = adapted(16, False)
+    expected = step(case, case.model, True, seed)
+    with manager.recording() as records:
+        got = step(case, compiled(case.model), True, seed)
+    (record,) = records
+    kept = [site.name for site in record.plan.sites if site.status == "kept"]
+    assert [name.rpartition(".")[2] for name in kept] == ["lm_head"]
+    assert abs(float(got.loss / expected.loss) - 1) < 0.02
+    # Two products in FP8 where there was one weight, and a rank of 16 averages little of the rounding away.
+    assert all(cosine(got.gradients[name], each) > 0.9 for name, each in expected.gradients.items())
+
+
+def test_what_was_frozen_is_as_it_was(seed: int) -> None:
+    case = adapted(8, False)
+    frozen = {name: p.detach().clone() for name, p in case.model.named_parameters() if not p.requires_grad}
+    step(case, compiled(case.model), True, seed)
+    after = dict(case.model.named_parameters())
+    assert all(after[name].equal(value) and isinstance(after[name], nn.Parameter) for name, value in frozen.items())
