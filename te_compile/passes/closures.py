@@ -14,6 +14,7 @@ with other readers stays a leaf. Only whole matrices are counted; rows and colum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -193,9 +194,23 @@ def as_matrix(value: Tensor, columns: int) -> Tensor | None:
     if value.dim() == 2 and same(value.shape[1], columns):
         return value
     try:
-        return value.view(-1, columns)
+        matrix = value.view(-1, columns)
     except (RuntimeError, ValueError):
         return None
+    # A fake tensor allows some views across a dimension of size one that memory does not allow.
+    return matrix if value.is_contiguous() or _lies_as_rows(value, columns) else None
+
+
+def _lies_as_rows(value: Tensor, columns: int) -> bool:
+    """Can the last dimensions, ``columns`` elements together, be walked with one stride, and those before them too?"""
+    shape, strides = value.shape, value.stride()
+    cuts = [cut for cut in range(value.dim()) if same(product(shape[cut:]), columns)]
+    return any(_walked(shape[:cut], strides[:cut]) and _walked(shape[cut:], strides[cut:]) for cut in cuts)
+
+
+def _walked(sizes: Any, strides: Any) -> bool:
+    long = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if not same(size, 1)]
+    return all(same(outer, size * stride) for (_, outer), (size, stride) in pairwise(long))
 
 
 def behind_views(node: Any) -> Node:
