@@ -46,7 +46,7 @@ from te_compile.passes.captured_nodes import argument, called, is_tensor, value_
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import SWALLOWS, hides_no_row
-from te_compile.passes.side_effects import undisturbed
+from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer
 
 RECOGNISED = "te_recognised_attention"
@@ -144,6 +144,9 @@ def _found(softmax: Node) -> _Found | None:
     reads = (scores.product.left.node, scores.product.right.node, product.right.node, *beside)
     if not undisturbed(scores.nodes[0], node, found.nodes, reads):
         raise NotAttentionError("something is changed in place, or gradients or autocast are switched, inside it")
+    # Products of batches keep copies of some operands for their gradients; attention keeps the operands themselves.
+    if any(changes_after(tensor, node) for tensor in reads):
+        raise NotAttentionError("what it reads is changed in place behind it")
     return found
 
 
@@ -160,7 +163,10 @@ class _Rewriter:
 
     def _readable(self, node: Node) -> bool:
         """Can what ``node`` is made from be read in its place, where the new attention stands?"""
-        return undisturbed(node, self.found.output, self.found.nodes, node.all_input_nodes)
+        output, sources = self.found.output, node.all_input_nodes
+        if any(changes_after(source, output) for source in sources):
+            return False
+        return undisturbed(node, output, self.found.nodes, sources)
 
     def _stripped(self, operand: Operand) -> tuple[Operand, float]:
         """``operand`` from before its transpositions, its scale and its widening, and that scale."""

@@ -61,6 +61,19 @@ def _written(node: Node) -> Node | None:
     return memory_of(target) if isinstance(target, Node) else None
 
 
+def changes_after(read: Node, last: Node) -> bool:
+    """Does anything that follows ``last`` write into the memory of ``read``?
+
+    Then ``last`` must not begin to read it: what it keeps for its gradients would be changed before they are computed.
+    """
+    node, memory = last.next, memory_of(read)
+    while node.op != "root":
+        if writes(node) and _written(node) in (memory, None):
+            return True
+        node = node.next
+    return False
+
+
 def _depends_on(node: Node, source: Node) -> bool:
     waiting, seen = [node], {node}
     while waiting:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
-from te_compile.passes.side_effects import undisturbed
+from te_compile.passes.side_effects import changes_after, undisturbed
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # features of a head that flash attention takes
@@ -85,6 +85,11 @@ def _takes_grouped_heads(attention: Node) -> bool:
     )
 
 
+def _may_be_read(source: Node, attention: Node) -> bool:
+    """Is ``source`` what it was when the copies were made, for as long as ``attention`` and its gradients need it?"""
+    return undisturbed(source, attention, (), (source,)) and not changes_after(source, attention)
+
+
 def undo_repeated_heads(graph: Graph) -> int:
     """Hand attention the heads of keys and values before they were repeated; returns how many attentions changed."""
     count = 0
@@ -92,7 +97,7 @@ def undo_repeated_heads(graph: Graph) -> int:
     for attention in [node for node in graph.nodes if node.target in targets]:
         repeated = [argument(attention, 1, "key"), argument(attention, 2, "value")]
         sources = [_unrepeated(node) for node in repeated]
-        if any(source is None or not undisturbed(source, attention, (), (source,)) for source in sources):
+        if not all(source is not None and _may_be_read(source, attention) for source in sources):
             continue
         heads = {value_of(source).shape[1] for source in sources}
         queries = value_of(argument(attention, 0, "query")).shape[1]
