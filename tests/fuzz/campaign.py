@@ -64,11 +64,15 @@ class Campaign:
 
 
 def progress_line(total: int) -> Callable[[Campaign], None]:
-    """Prints how far it is, once in a while."""
+    """Prints each failure, and once in a while how far it is."""
     start = last = time.monotonic()
+    shown = 0
 
     def show(campaign: Campaign) -> None:
-        nonlocal last
+        nonlocal last, shown
+        for seed, failure, _ in campaign.found[shown:]:
+            print(f"seed {seed}: {str(failure)[:300]}", flush=True)
+        shown = len(campaign.found)
         done, now = campaign.counts.total(), time.monotonic()
         if now - last > 10 or done == total:
             last = now

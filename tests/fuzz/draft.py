@@ -67,6 +67,8 @@ class Draft:
         self, code: str, *reads: str, init: Sequence[str] = (), makes: int = 1, effect: bool = False
     ) -> tuple[str, ...]:
         """Run a step and keep it; the names that it made, or nothing where it cannot run."""
+        if effect and init and self.block_kind == "checkpoint":
+            return ()  # a buffer that a checkpointed block writes to is written twice by eager, and not captured
         names = tuple(self.fresh("v") for _ in range(makes))
         added = Step(code, reads, names, tuple(init), effect, self.block)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.fuzz.check import Case, check
 from tests.fuzz.program import Setting, checkpoint
@@ -75,3 +76,42 @@ def test_products_that_are_written_out_keep_the_dtype_of_an_autocast_in_the_grap
                 return checkpoint(super().forward, x) if checkpointed else super().forward(x)
 
     check(Case(Model, lambda more: (torch.randn(2, 7, 32, requires_grad=True),)))
+
+
+def test_a_view_that_memory_does_not_allow_is_not_taken_by_a_producer() -> None:
+    """The fake tensors that passes look at allow it where a dimension of size one lies between."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed, self.out = nn.Linear(24, 96), nn.Linear(16, 16)
+            self.gain = nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            _, k, _ = self.packed(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+            return self.out(k * self.gain)
+
+    check(Case(Model, lambda more: (torch.randn(2, 1, 24),)))
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_what_attention_reads_instead_of_a_copy_may_be_changed_behind_it(spelled_out: bool) -> None:
+    """The attention that stood there kept a copy for its gradients; the one in its place kept what was overwritten."""
+
+    class Model(nn.Module):
+        def forward(self, q: Tensor, heads: Tensor) -> Tensor:
+            k = heads[:, :, None].expand(-1, -1, 2, -1, -1).reshape(-1, 4, 5, 16)
+            if spelled_out:
+                y = (q @ k.mT / 4).softmax(-1) @ k
+            else:
+                y = F.scaled_dot_product_attention(q, k, k)
+            with torch.no_grad():
+                heads.mul_(0.5)
+            return y
+
+    q, heads = (3, 4, 5, 16), (3, 2, 5, 16)
+    check(Case(Model, lambda more: (_bfloat16(*q), _bfloat16(*heads))))
+
+
+def _bfloat16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
