@@ -128,7 +128,7 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
     if bool(allowed.all()):
         return "all"
     if queries == keys and allowed.shape[-2:] == (queries, keys):
-        causal = torch.ones(queries, keys, dtype=torch.bool).tril()
+        causal = torch.ones(allowed.shape[-2:], dtype=torch.bool).tril()  # its own sizes, for theirs may be symbols
         if bool((allowed == causal).all()):
             return "causal"
     return None

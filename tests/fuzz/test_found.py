@@ -113,5 +113,16 @@ def test_what_attention_reads_instead_of_a_copy_may_be_changed_behind_it(spelled
     check(Case(Model, lambda more: (_bfloat16(*q), _bfloat16(*heads))))
 
 
+def test_a_mask_of_fixed_size_meets_sizes_that_are_symbols() -> None:
+    """A causal mask was compared with one of the queries' symbolic length, which cannot be made."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(7, 7, dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    check(Case(Model, lambda more: (torch.randn(2 + more, 4, 7, 8),), Setting(dynamic=True)))
+
+
 def _bfloat16(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
