@@ -23,6 +23,7 @@ from te_compile.parameter_names import WRAPPERS
 
 # The variables that hold "the model": a module's own, torch.compile's for a bare torch.nn module, and a closure's.
 _MODEL_VARIABLES = {"self", "fn", "model"}
+_PARAMETRIZED = re.compile(r"\bparametrizations\.(?P<name>[^.]+)\.original\d*$")
 _STORES = {"_modules", "_parameters", "_buffers"}
 _TOKEN = re.compile(
     r"""^(?P<scope>[LG])(?=\[)                       # L[...] and G[...]: a local or global variable
@@ -76,8 +77,12 @@ def dotted(path: str, own: str = "") -> str:
 
 
 def owner(parameter: str) -> str:
-    """The module that a parameter belongs to, for its ``weight``; any other parameter is a name of its own."""
-    module, _, last = parameter.rpartition(".")
+    """The module that a parameter belongs to, for its ``weight``; any other parameter is a name of its own.
+
+    What torch.nn.utils.parametrize put in a parameter's place goes by the name that the parameter had.
+    """
+    module, _, last = _PARAMETRIZED.sub(r"\g<name>", parameter).rpartition(".")
+    parameter = f"{module}.{last}" if module else last
     return module if last == "weight" and module else parameter
 
 

@@ -55,6 +55,8 @@ def test_a_weight_is_named_by_its_module_and_other_parameters_by_themselves() ->
     assert owner("attn.q.weight") == "attn.q"
     assert owner("attn.in_proj_weight") == "attn.in_proj_weight"
     assert owner("weight") == "weight"
+    assert owner("attn.q.parametrizations.weight.original1") == "attn.q"
+    assert owner("attn.parametrizations.in_proj_weight.original") == "attn.in_proj_weight"
 
 
 def test_a_weight_used_outside_of_its_module_is_named_by_where_it_is_used() -> None:

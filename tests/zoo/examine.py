@@ -16,7 +16,7 @@ from torch import Tensor
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
 from tests.compiling import compiled, cosine, gradients, know_the_backend
-from tests.fuzz.emulation import Fp8Products
+from tests.fuzz.emulation import Fp8Products, Scales
 from tests.zoo.case import Architecture, Case, NotSupportedError, Setting, loss_of
 from tests.zoo.models import ARCHITECTURES
 
@@ -245,7 +245,8 @@ class _Examination:
         """A step in textbook FP8; number 0 rounds on the grid that just fits, as te_fp8 does."""
         if self.setting.checkpointed:  # what is recomputed would be without the emulation
             self.case.model.gradient_checkpointing_disable()
-        mode = Fp8Products(self.case.model, self.statuses, random.Random(number) if number else None)
+        scales = Scales(random.Random(number) if number else None, delayed=False)
+        mode = Fp8Products(self.case.model, self.statuses, scales)
 
         def run(**inputs: Any) -> Any:
             with mode:
