@@ -81,9 +81,8 @@ def _spelled(site: Site, weights: Weights) -> tuple[Node, list[Site]]:
     result = write.call(torch.stack, products)
     if site.bias is not None:
         result = write.call(operator.add, result, site.bias)
-        if (
-            value_of(result).dtype != value_of(site.node).dtype
-        ):  # autocast casts what baddbmm adds, and no sum's operand
+        # Autocast casts what baddbmm adds, but no operand of a sum.
+        if value_of(result).dtype != value_of(site.node).dtype:
             result = write.method("to", result, value_of(site.node).dtype)
     spelled = []
     for (x, expert), product in zip(parts, products, strict=True):
