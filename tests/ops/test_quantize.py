@@ -102,6 +102,19 @@ def test_a_layout_that_nobody_asked_for_is_empty_and_the_rest_is_the_same(rows: 
     assert q.dtype == qt.dtype == E4M3
 
 
+def test_codes_are_contiguous_whatever_the_strides_of_the_input() -> None:
+    """As the fake says: compiled code relies on it."""
+    x = matrix(rows=random.randrange(2, 70), columns=random.randrange(2, 70)).t()
+    q, qt, *_ = quantize(x, None)
+    assert q.is_contiguous() and qt.is_contiguous()
+    assert torch.equal(q.view(torch.uint8), quantize(x.contiguous(), None)[0].view(torch.uint8))
+
+
+def test_results_that_nobody_asked_for_are_not_one_tensor() -> None:
+    q, qt, *_ = quantize(matrix(), None, rows=False, columns=False)
+    assert not torch._C._is_alias_of(q, qt)
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_without_a_scale_the_largest_element_lands_on_the_largest_code(dtype: torch.dtype) -> None:
     x = matrix()
