@@ -60,7 +60,10 @@ def transposed_reference(q: Tensor) -> Tensor:
 def quantize_reference(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool, rule: ScaleRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the module. x: [M, K] bf16, fp16 or fp32, any strides; q and qt are contiguous. An output that was not asked for has shape [0]."""
+    """See the module. x: [M, K] bf16, fp16 or fp32, any strides; q and qt are contiguous.
+
+    An output that was not asked for has shape [0].
+    """
     amax = amax_reference(x)
     used = effective_scale(scale, amax, rule, dtype)
     q = cast_reference(x, used, dtype).contiguous()  # torch keeps the strides of x, which kernels and the fake do not

@@ -125,8 +125,10 @@ class _Comparison:
             raise Failure("crash", f"{error}\n{traceback.format_exc()}") from error
 
     def _require_ours(self, expected: list[Run], failure: Failure) -> None:
+        if "CppCompileError" in str(failure):
+            raise NotOurs("inductor wrote C++ that does not compile") from failure
         for backend in self.theirs:
-            if backend == "inductor" and failure.kind != "numbers":
+            if backend == "inductor" and failure.kind != "numbers" and self.case.setting.compiler != "inductor":
                 continue
             torch._dynamo.reset()
             try:
