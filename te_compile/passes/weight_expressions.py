@@ -103,6 +103,15 @@ def _shows_the_same_matrix(node: Node) -> bool:
     return swaps_two_dimensions(node) or called(node) == "contiguous"
 
 
+def _is_product(node: Node) -> bool:
+    return called(node) in _PRODUCTS or node.target is F.linear
+
+
+def _is_given(node: Node) -> bool:
+    """Is ``node`` what the model was called with?"""
+    return node.op == "placeholder" and not _is_held_by_the_model(node)
+
+
 class Weights:
     """What the captured model holds, and which matrices are made of it."""
 
@@ -157,8 +166,11 @@ class Weights:
         return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
 
     def owner(self, node: Any, region: Region) -> Node | None:
-        """The parameter that ``node`` is made from, if it is made from what the model holds alone. That does not say
-        that it can be quantised: a report names a linear after its parameter in any case."""
+        """The parameter that ``node`` is made from, if it is made from what the model holds alone, without a product.
+
+        That does not say that it can be quantised: a report names a linear after its parameter in any case. What a
+        product gave, as projected relative positions, is an activation whatever its operands were.
+        """
         waiting, owned, begun = [(node, region)], [], set()
         while waiting:
             source, place = origin(*waiting.pop())
@@ -167,7 +179,7 @@ class Weights:
             begun.add(source)
             if source in self.parameters:
                 owned.append(source)
-            elif (source.op == "placeholder" and not _is_held_by_the_model(source)) or len(begun) > _MOST_NODES:
+            elif _is_given(source) or _is_product(source) or len(begun) > _MOST_NODES:
                 return None
             waiting += [(each, place) for each in source.all_input_nodes]
         return max(owned, key=lambda leaf: value_of(leaf).numel()) if owned else None
@@ -206,7 +218,7 @@ class Weights:
             return
         if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
             raise NotAWeightError(f"{prefix} by {name or node.op}, so it has no lasting FP8 state")
-        if name in _PRODUCTS or node.target is F.linear:
+        if _is_product(node):
             raise NotAWeightError(f"{prefix} by another product ({name}), so it has no lasting FP8 state")
         seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
         if seeded or _RANDOM.search(name):

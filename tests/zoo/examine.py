@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_compile.passes import manager
+from te_compile.passes.names import owner
 from te_compile.passes.plan import Cause, Site
 from tests.compiling import compiled, cosine, gradients, know_the_backend
 from tests.fuzz.emulation import Fp8Products, Scales
@@ -98,12 +99,15 @@ def fp8_share(sites: list[Site]) -> float:
     return sum(site.flops for site in sites if site.status == "fp8") / eligible if eligible else 1.0
 
 
-def statuses_of(sites: list[Site]) -> dict[str, list[bool]]:
-    """For each linear by its name, in order, whether it runs in FP8."""
+def statuses_of(sites: list[Site], model: nn.Module) -> dict[str, list[bool]]:
+    """For each linear of ``model`` by its name, in order, whether it runs in FP8."""
     found: dict[str, list[bool]] = {}
     for site in sites:
         found.setdefault(site.name, []).append(site.status == "fp8")
-    return found
+    # After a graph break names begin at the part of the model that was captured.
+    full = {owner(name) for name, _ in model.named_parameters()} - found.keys()
+    ends = {name: max((each for each in found if name.endswith(f".{each}")), key=len, default="") for name in full}
+    return found | {name: found[end] for name, end in ends.items() if end}
 
 
 def compared(expected: dict[str, Tensor]) -> list[str]:
@@ -135,7 +139,7 @@ class _Examination:
                     return self._not_run(f"torch.compile fails too: {_first_line(error)}")
                 return self._wrong(f"fails: {_first_line(error)}")
         sites = [site for record in records for site in record.plan.sites]
-        self.statuses = statuses_of(sites)
+        self.statuses = statuses_of(sites, self.case.model)
         self._describe(sites, records)
         for got in steps:
             self._compare(expected, got)
