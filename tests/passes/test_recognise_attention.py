@@ -16,6 +16,7 @@ from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS, recognise_attention
 from te_compile.passes.text import ops_text
 from tests.capturing import captured
+from tests.compiling import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -64,7 +65,10 @@ def assert_recognised(
     leaves = [x for x in inputs if x.requires_grad] if leaves is None else leaves
     for got, wanted in zip(results(gm, examples, leaves), results(run, list(inputs), leaves), strict=True):
         assert got.dtype == wanted.dtype and got.shape == wanted.shape
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        if got.dtype == torch.float32:
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        else:  # where large numbers cancel, a small one is off by their roundings: judged beside the whole
+            assert relative_error(got, wanted) <= tolerance
     return gm
 
 
@@ -140,7 +144,7 @@ def test_every_form_becomes_one_call(form: Attention) -> None:
 
 @pytest.mark.parametrize("form", [scaled_after, scaled_before, by_bmm])
 def test_bfloat16_stays_bfloat16_and_close(form: Attention) -> None:
-    assert_recognised(form, *operands(torch.bfloat16), tolerance=5e-2)
+    assert_recognised(form, *operands(torch.bfloat16), tolerance=2e-2)
 
 
 def test_the_text_of_a_rewritten_attention() -> None:
@@ -156,7 +160,7 @@ def test_scores_computed_in_float32_from_bfloat16_are_those_of_the_narrow_operan
         scores = q.to(torch.float32) @ k.to(torch.float32).transpose(-1, -2)
         return F.softmax(scores, dim=-1).to(v.dtype) @ v
 
-    gm = assert_recognised(run, *operands(torch.bfloat16), tolerance=5e-2)
+    gm = assert_recognised(run, *operands(torch.bfloat16), tolerance=2e-2)
     assert ".to(" not in ops_text(gm.graph)
 
 
@@ -307,8 +311,8 @@ def test_narrower_masks_are_widened_and_wider_ones_narrowed_only_where_they_are_
         return F.softmax(q @ k.mT + bias, dim=-1).to(v.dtype) @ v
 
     narrow = operands(torch.bfloat16)
-    assert_recognised(by_mask, *narrow, _hidden(False), tolerance=5e-2)
-    assert_recognised(by_mask, *narrow, _hidden(True), tolerance=5e-2, leaves=[narrow[2]])
+    assert_recognised(by_mask, *narrow, _hidden(False), tolerance=2e-2)
+    assert_recognised(by_mask, *narrow, _hidden(True), tolerance=2e-2, leaves=[narrow[2]])
     assert_recognised(by_bias, *operands(), torch.randn(LENGTH, LENGTH).bfloat16())
     assert_stays("would be rounded", by_bias, *narrow, torch.randn(LENGTH, LENGTH))
 
