@@ -25,8 +25,8 @@ from torch import Tensor
 
 from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.library import define_composite
-from te_compile.ops.linear import LinearConfig
-from te_compile.ops.quantize import QUANTIZE, padded
+from te_compile.ops.linear import LinearConfig, weight_padding
+from te_compile.ops.quantize import QUANTIZE
 
 
 def owned_rows(x: Tensor, ends: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale, ends)
         ctx.config, ctx.has_slot = config, slot is not None
         ctx.x_dtype, ctx.weight_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
-        ctx.weight_padding = _padding(weight)
+        ctx.weight_padding = weight_padding(weight)
         ctx.mark_non_differentiable(amax)
         return y, amax
 
@@ -118,12 +118,6 @@ def _experts(
     return stored, turned
 
 
-def _padding(weight: Tensor) -> tuple[int, int]:
-    """The rows and columns that FP8 adds to each expert of ``weight`` as it is stored."""
-    _, rows, columns = weight.shape
-    return padded(rows) - rows, padded(columns) - columns
-
-
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -145,7 +139,7 @@ def grouped_linear(
     if slot is not None and not (x.requires_grad or weight.requires_grad):
         slot = slot.detach()
     constants = LinearConfig.parse(config)
-    more_rows, more_columns = _padding(weight)
+    more_rows, more_columns = weight_padding(weight)
     more_in, more_out = (more_rows, more_columns) if constants.transposed else (more_columns, more_rows)
     if more_in:
         x = F.pad(x, (0, more_in))

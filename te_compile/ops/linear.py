@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale)
         ctx.config, ctx.has_slot = config, slot is not None
         ctx.x_dtype, ctx.weight_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
-        ctx.weight_padding = _padding(weight)
+        ctx.weight_padding = weight_padding(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(amax)
         return y, amax
@@ -121,9 +121,9 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, grad_amax, None, None
 
 
-def _padding(weight: Tensor) -> tuple[int, int]:
-    """The rows and columns that FP8 adds to ``weight`` as it is stored."""
-    rows, columns = weight.shape
+def weight_padding(weight: Tensor) -> tuple[int, int]:
+    """The rows and columns that FP8 adds to ``weight`` [..., R, C] as it is stored, to each matrix of a batch."""
+    rows, columns = weight.shape[-2:]
     return padded(rows) - rows, padded(columns) - columns
 
 
@@ -148,7 +148,7 @@ def linear(
     if slot is not None and not (x.requires_grad or weight.requires_grad):
         slot = slot.detach()
     constants = LinearConfig.parse(config)
-    more_rows, more_columns = _padding(weight)
+    more_rows, more_columns = weight_padding(weight)
     more_in, more_out = (more_rows, more_columns) if constants.transposed else (more_columns, more_rows)
     # Reshaped out here: what a custom function returns as a view may not be changed in place, and models do that.
     matrix = x.reshape(-1, x.shape[-1])
