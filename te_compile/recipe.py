@@ -124,11 +124,11 @@ class Recipe:
     @property
     def fp8_format(self) -> Format:
         """Which FP8 type each direction uses."""
-        raise NotImplementedError
+        raise NotImplementedError  # a field of every concrete recipe
 
     def rule(self) -> ScaleRule:
         """How this recipe turns an amax into a scale."""
-        raise NotImplementedError
+        raise NotImplementedError  # the formula is what a concrete recipe is
 
     def key(self) -> str:
         """The recipe in one line, complete: recipes that compute different numbers have different keys."""

@@ -2,6 +2,7 @@
 
 With no linear in FP8 what remains are the rewrites of attention and masks, so that the comparison is tight. The calls
 are those that must keep a mask: padding, and several sequences in one row, told apart by their positions alone.
+A sample that changes daily; every text model with TEST_WHOLE_ZOO=1.
 """
 
 from __future__ import annotations
