@@ -13,9 +13,11 @@ Small models with random weights of {{architectures}} architectures, unmodified,
 the reference operators define the numerics. Written by `make zoo`: {{outcomes}}.
 
 A cell is "ok" if the loss is within {LOSS_TOLERANCE:.0%} of high precision, the gradient of every matrix parameter (in
-inference: the output) has a cosine of at least {LEAST_COSINE} with that of high precision, or is as close to it as
-textbook per-tensor FP8 emulated on the same model, and at least {LEAST_SHARE:.0%} of the FLOPs of the eligible linears
-run in FP8. Dropout is on, and draws the same numbers with te_fp8 as without.
+inference: the output) has a cosine of at least {LEAST_COSINE} with that of high precision, and at least
+{LEAST_SHARE:.0%} of the FLOPs of the eligible linears run in FP8; or, for loss and cosine, if textbook per-tensor FP8
+emulated on the same model comes no closer. The loss of a classifier of two images is near chance, and that of inference
+is the mean square of the output, near zero for some: their relative errors are large. Dropout is on, and draws the same
+numbers with te_fp8 as without.
 
 Cosine and loss error are the worst of the row; in brackets what the emulation reaches, where it was asked. "Masks"
 counts attentions that lost a mask proven to be causal or empty, "attention" products and softmaxes that became scaled

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="the zoo is made of Hugging Face mode
 from tests.compiling import compiled, cosine
 from tests.conftest import ORDER_VARIABLE
 from tests.zoo.case import Setting
-from tests.zoo.examine import LEAST_COSINE, LOSS_TOLERANCE, SETTINGS, compared, examine, step
+from tests.zoo.examine import CLOSE, LEAST_COSINE, LOSS_TOLERANCE, SETTINGS, compared, examine, step
 from tests.zoo.models import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -48,8 +48,12 @@ def cells(setting: Setting, recipes: dict[str, tuple[str, ...]]) -> list[object]
 
 
 def assert_good(architecture: str, setting: Setting, recipe: str) -> None:
+    """Stricter than the zoo: no emulation excuses a loss in training, and the least of them bounds the cosine."""
     finding = examine(ARCHITECTURES[architecture], setting, recipe)
     assert finding.outcome == "ok", finding
+    assert not setting.train or finding.loss_error <= LOSS_TOLERANCE, finding
+    textbook = 1.0 if finding.textbook is None else finding.textbook
+    assert finding.cosine >= min(LEAST_COSINE, textbook - CLOSE), finding
 
 
 @pytest.mark.parametrize(
