@@ -92,6 +92,41 @@ te_status te_cuda_quantize(int device, const void* x, te_dtype x_dtype, int64_t 
                            const float* scale, int measure, const te_scale_rule* rule, te_dtype dtype, uint8_t* q,
                            uint8_t* qt, float* amax, float* scale_inv, void* stream);
 
+/* y = norm(x), in fp32 but rounded to x's dtype, and the FP8 (TE_FLOAT8_E4M3) codes of y, reading x once.
+ *
+ *   centre 1  (x - mean) * rstd * weight + bias         mean, rstd = 1 / sqrt(variance + eps) of each row
+ *   centre 0  x * rstd * (weight + weight_offset)       rstd = 1 / sqrt(mean of squares + eps) of each row
+ *   round_first 1: x * rstd is rounded to x's dtype before the weight meets it (centre 0 only)
+ *
+ * x: [rows, columns], TE_FLOAT16 or TE_BFLOAT16, aligned to 16 bytes; columns, and the stride from row to row, multiples
+ * of 8; at most 16384 columns; compute capability 9.0 or newer. q, qt, scale, rule and measure are te_cuda_quantize's. */
+typedef struct te_norm {
+  int32_t device;
+  const void* x;
+  te_dtype x_dtype;
+  int64_t rows, columns, stride;
+  const void* weight; /* [columns] of TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16, or null */
+  te_dtype weight_dtype;
+  float weight_offset;
+  const void* bias; /* as weight */
+  te_dtype bias_dtype;
+  int32_t centre, round_first;
+  float eps;
+  const float* scale; /* device, or null */
+  int32_t measure;
+  te_scale_rule rule;
+  void* y;          /* [rows, columns] of x's dtype, or null */
+  uint8_t* q;       /* or null */
+  uint8_t* qt;      /* aligned to 16 bytes, or null */
+  float* amax;      /* one float, written */
+  float* scale_inv; /* one float, written */
+  float* mean;      /* [rows], written if centre */
+  float* rstd;      /* [rows], written */
+  void* stream;
+} te_norm;
+
+te_status te_cuda_norm_quantize(const te_norm* norm);
+
 /* te_host_update_scales for device memory. The lists of pointers themselves are host memory: they travel as kernel
  * parameters, so nothing is copied and the call may be captured in a CUDA graph. */
 te_status te_cuda_update_scales(int device, float* const* states, const float* const* amaxes, const int64_t* rows,

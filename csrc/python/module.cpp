@@ -90,6 +90,40 @@ void cuda_quantize(int device, Address x, int x_dtype, int64_t rows, int64_t col
                          pointer<void>(stream)));
 }
 
+void cuda_norm_quantize(int device, Address x, int x_dtype, int64_t rows, int64_t columns, int64_t stride,
+                        Address weight, int weight_dtype, float weight_offset, Address bias, int bias_dtype,
+                        bool centre, bool round_first, float eps, Address scale, bool measure, float fp8_max,
+                        int margin, float epsilon, bool power_2, Address y, Address q, Address qt, Address amax,
+                        Address scale_inv, Address mean, Address rstd, Address stream) {
+  te_norm norm{};
+  norm.device = device;
+  norm.x = pointer<const void>(x);
+  norm.x_dtype = static_cast<te_dtype>(x_dtype);
+  norm.rows = rows;
+  norm.columns = columns;
+  norm.stride = stride;
+  norm.weight = pointer<const void>(weight);
+  norm.weight_dtype = static_cast<te_dtype>(weight_dtype);
+  norm.weight_offset = weight_offset;
+  norm.bias = pointer<const void>(bias);
+  norm.bias_dtype = static_cast<te_dtype>(bias_dtype);
+  norm.centre = centre;
+  norm.round_first = round_first;
+  norm.eps = eps;
+  norm.scale = pointer<const float>(scale);
+  norm.measure = measure;
+  norm.rule = rule_of(fp8_max, margin, epsilon, power_2);
+  norm.y = pointer<void>(y);
+  norm.q = pointer<uint8_t>(q);
+  norm.qt = pointer<uint8_t>(qt);
+  norm.amax = pointer<float>(amax);
+  norm.scale_inv = pointer<float>(scale_inv);
+  norm.mean = pointer<float>(mean);
+  norm.rstd = pointer<float>(rstd);
+  norm.stream = pointer<void>(stream);
+  check(te_cuda_norm_quantize(&norm));
+}
+
 void cuda_update_scales(int device, const std::vector<Address>& states, const std::vector<Address>& amaxes,
                         const std::vector<int64_t>& rows, int64_t history_length, float fp8_max, int margin,
                         float epsilon, bool power_2, bool most_recent, Address stream) {
@@ -195,6 +229,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("cuda_quantize", &cuda_quantize, unlocked,
              "(device, x, x_dtype, rows, columns, scale, measure, fp8_max, margin, epsilon, power_2, dtype, q, qt, "
              "amax, scale_inv, stream)");
+  module.def("cuda_norm_quantize", &cuda_norm_quantize, unlocked,
+             "(device, x, x_dtype, rows, columns, stride, weight, weight_dtype, weight_offset, bias, bias_dtype, "
+             "centre, round_first, eps, scale, measure, fp8_max, margin, epsilon, power_2, y, q, qt, amax, scale_inv, "
+             "mean, rstd, stream)");
   module.def("cuda_update_scales", &cuda_update_scales, unlocked,
              "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =

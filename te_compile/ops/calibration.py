@@ -8,6 +8,8 @@ exits at once on the device where the scale is known; once every state has a sca
 
 from __future__ import annotations
 
+from torch import Tensor
+
 _waiting: set[int] = set()
 
 
@@ -24,3 +26,8 @@ def settle(state: int) -> None:
 def pending() -> bool:
     """Must kernels be ready to meet a scale of zero?"""
     return bool(_waiting)
+
+
+def must_measure(scale: Tensor | None) -> bool:
+    """Must a kernel that casts by ``scale`` be ready to find the scale itself?"""
+    return scale is None or pending()

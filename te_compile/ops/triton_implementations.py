@@ -106,10 +106,6 @@ def _check_update_scales(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported("scaling_factor_compute_algo is a function")
 
 
-def _must_measure(scale: Tensor | None) -> bool:
-    return scale is None or calibration.pending()
-
-
 @registry.register("quantize", TRITON, priority=PRIORITY, check=_check_quantize)
 def quantize(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool, rule: ScaleRule
@@ -119,7 +115,7 @@ def quantize(
         return quantize_reference(x, scale, dtype, rowwise, columnwise, rule)
     from te_compile.kernels.quantize import quantize as kernel
 
-    return kernel(x, scale, dtype, rowwise, columnwise, rule, _must_measure(scale))
+    return kernel(x, scale, dtype, rowwise, columnwise, rule, calibration.must_measure(scale))
 
 
 @registry.register("norm_quantize", TRITON, priority=PRIORITY, check=_check_norm_quantize)
@@ -142,7 +138,7 @@ def norm_quantize(
     from te_compile.kernels.norm import norm_quantize as kernel
 
     y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
-    measure = _must_measure(scale)
+    measure = calibration.must_measure(scale)
     return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure, y_dtype)
 
 
@@ -170,7 +166,7 @@ def quantize_weights(
         row_length,
         column_length,
         rule,
-        _must_measure(scales),
+        calibration.must_measure(scales),
     )
 
 

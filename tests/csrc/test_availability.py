@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_compile.kernels import cublaslt, native
+from te_compile.kernels import cublaslt, native, native_norm
 from te_compile.ops.registry import Target, Unsupported
 
 HOPPER = Target("cuda", (9, 0))
@@ -104,3 +105,50 @@ def test_a_bad_number_of_candidates_is_named(monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setenv("TE_COMPILE_GEMM_CANDIDATES", text)
     with pytest.raises(ValueError, match="from 1 to 32"):
         cublaslt._configured_candidates.__wrapped__()
+
+
+def norm_arguments(**changes: Any) -> dict[str, Any]:
+    """te::norm_quantize's arguments that decide, by name."""
+    usual: dict[str, Any] = {
+        "x": torch.empty(64, 128, dtype=torch.bfloat16, device="meta"),
+        "weight": torch.empty(128, dtype=torch.bfloat16, device="meta"),
+        "bias": None,
+        "kind": "rms",
+        "dtype": torch.float8_e4m3fn,
+    }
+    return {**usual, **changes}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("columns", [8, 128, 1032, 16384])
+def test_norms_of_two_byte_rows_go_to_the_core(columns: int, with_library: None) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        native_norm.check(HOPPER, norm_arguments(x=empty(64, columns, dtype=dtype), weight=None))
+    # T5 keeps its weight in fp32 and rounds to it; a layer norm in bfloat16 may have parameters in fp32.
+    wide = empty(128, dtype=torch.float32)
+    native_norm.check(HOPPER, norm_arguments(kind="layer", weight=wide, bias=wide))
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "reason"),
+    [
+        (Target("cpu"), {}, "CUDA device"),
+        (Target("cuda", (8, 9)), {}, "capability"),
+        (Target("cuda", (12, 0)), {}, "capability"),
+        (HOPPER, {"kind": "group"}, "'group'"),
+        (HOPPER, {"dtype": torch.float8_e5m2}, "float8_e5m2"),
+        (HOPPER, {"x": empty(64, 128, dtype=torch.float32)}, "float32"),
+        (HOPPER, {"weight": empty(128, dtype=torch.float64)}, "float64"),
+        (HOPPER, {"weight": empty(128, dtype=torch.float32), "kind": "rms_mixed"}, "y is torch.float32"),
+        (HOPPER, {"x": empty(64, 100)}, "K=100"),
+        (HOPPER, {"x": empty(64, 16392)}, "K=16392"),
+    ],
+)
+def test_norms_that_the_core_cannot_do_are_left_to_others_with_the_reason(
+    target: Target, changes: dict[str, Any], reason: str, with_library: None
+) -> None:
+    with pytest.raises(Unsupported, match=re.escape(reason)):
+        native_norm.check(target, norm_arguments(**changes))

@@ -1,0 +1,101 @@
+"""A row norm and the quantize of its result by the C++ core: x is read once, by clusters of blocks that share rows.
+
+csrc/cuda/norm_quantize.cu has the design and the byte counts. It serves what a transformer's norms are on a GPU with
+clusters (Hopper and data-centre Blackwell): two-byte activations, rows of up to 16384 elements. The rest is Triton's
+(kernels/norm.py), which reads x twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.kernels import native
+from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, RMS_OFFSET, output_dtype
+from te_compile.ops.quantize import padded
+from te_compile.ops.registry import Target, Unsupported
+from te_compile.recipe import ScaleRule
+
+X_DTYPES = (torch.bfloat16, torch.float16)
+PARAMETER_DTYPES = (*X_DTYPES, torch.float32)
+VECTOR = 8  # elements of a 16-byte copy: rows must start and end on such
+LONGEST_ROW = 16384  # 16 blocks of 1024 columns, the largest cluster there is
+_FIRST_CAPABILITY, _TOO_NEW = (9, 0), (11, 0)  # 12.x, desktop Blackwell, has not the shared memory
+
+
+def check(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported, with the reason, if :func:`norm_quantize` cannot run ``arguments`` (te::norm_quantize's)."""
+    if target.device != "cuda":
+        raise Unsupported(f"needs a CUDA device, not {target.device}")
+    if reason := native.missing(cuda=True):
+        raise Unsupported(reason)
+    if target.capability is None or not _FIRST_CAPABILITY <= target.capability < _TOO_NEW:
+        raise Unsupported(f"needs clusters and shared memory of compute capability 9 or 10, not {target.capability}")
+    x, weight, bias, kind = (arguments[name] for name in ("x", "weight", "bias", "kind"))
+    if kind not in KINDS:
+        raise Unsupported(f"norm kind {kind!r} is none of {', '.join(KINDS)}")
+    if arguments["dtype"] != torch.float8_e4m3fn:
+        raise Unsupported(f"writes float8_e4m3fn, not {arguments['dtype']}")
+    if x.dtype not in X_DTYPES:
+        raise Unsupported(f"reads bfloat16 and float16, not {x.dtype}")
+    for parameter in (weight, bias):
+        if parameter is not None and parameter.dtype not in PARAMETER_DTYPES:
+            raise Unsupported(f"a parameter in {parameter.dtype}")
+    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
+    if y_dtype != x.dtype:
+        raise Unsupported(f"y is {y_dtype} and x is {x.dtype}")
+    columns = x.shape[1]
+    if not isinstance(columns, int):
+        raise Unsupported("the length of a row is not known at compile time")
+    if columns % VECTOR or columns > LONGEST_ROW:
+        raise Unsupported(f"K={columns} is not a multiple of {VECTOR} up to {LONGEST_ROW}")
+
+
+def _in_place(x: Tensor) -> bool:
+    """Can x's rows be copied as they lie?"""
+    return x.stride(1) == 1 and x.stride(0) % VECTOR == 0 and x.data_ptr() % 16 == 0
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    emit: bool,
+    rule: ScaleRule,
+    measure: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y, q, qᵀ, amax, 1 / scale, mean and rstd of x: [M, K], M > 0. ``measure``: the scale may be absent or 0.
+
+    mean and rstd are fp32 [M, 1]; y, q, qᵀ that were not asked for and the mean of an rms kind have shape [0].
+    """
+    rows, columns = x.shape
+    if not _in_place(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    y = x.new_empty((rows, columns) if emit else (0,))
+    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
+    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
+    amax, scale_inv = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+    mean = x.new_empty((rows, 1) if kind == LAYER else (0,), dtype=torch.float32)
+    rstd = x.new_empty((rows, 1), dtype=torch.float32)
+    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
+    codes = native.dtype_codes()
+    weight_dtype, bias_dtype = (
+        codes[x.dtype] if parameter is None else codes[parameter.dtype] for parameter in (weight, bias)
+    )
+    native.module().cuda_norm_quantize(
+        x.device.index, x.data_ptr(), codes[x.dtype], rows, columns, x.stride(0),
+        native.address(weight), weight_dtype, 1.0 if kind == RMS_OFFSET else 0.0, native.address(bias), bias_dtype,
+        kind == LAYER, kind in (RMS, RMS_MIXED) and weight is not None, eps,
+        native.address(scale), measure, torch.finfo(dtype).max, rule.margin, rule.epsilon, rule.power_2,
+        y.data_ptr(), q.data_ptr(), qt.data_ptr(), amax.data_ptr(), scale_inv.data_ptr(),
+        mean.data_ptr(), rstd.data_ptr(), native.current_stream(x.device.index),
+    )  # fmt: skip
+    return y, q, qt, amax, scale_inv, mean, rstd
