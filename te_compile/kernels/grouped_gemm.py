@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import on_device_of
 
 BLOCK_K = 128  # of the contraction; also how many of its products are summed before they are promoted to fp32 ("split")
@@ -193,9 +194,10 @@ def grouped_gemm(
     if y.numel() == 0:  # an empty batch has no tile to launch
         return y
     row_tiles = rows // tile.rows + experts + 1
-    grid = (row_tiles * triton.cdiv(columns, tile.columns),)
+    grid = row_tiles * triton.cdiv(columns, tile.columns)
     with on_device_of(a):
-        _grouped_gemm_kernel[grid](
+        launch(
+            _grouped_gemm_kernel, grid,
             a.contiguous(), b, a_scale_inv, b_scale_inv, ends, y,
             rows, columns, length, experts, row_tiles, b.stride(0), b.stride(1),
             EXPERTS=triton.next_power_of_2(experts), SPLIT=accumulation == "split", WHOLE=length % BLOCK_K == 0,
@@ -222,7 +224,8 @@ def grouped_wgrad(
         return y.zero_()
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), experts)
     with on_device_of(a):
-        _grouped_wgrad_kernel[grid](
+        launch(
+            _grouped_wgrad_kernel, grid,
             a.contiguous(), b.contiguous(), a_scale_inv, b_scale_inv, ends, y,
             rows, columns, padded,
             SPLIT=accumulation == "split", BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K,

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
     Tile,
     fp8_words,
@@ -254,10 +255,11 @@ def norm_quantize(
     target, epsilon, power_2 = rule_constants(rule, dtype)
 
     centred = kind in CENTRED
-    grid = (max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)),)
+    grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
 
-    def launch(measuring: bool) -> None:
-        _norm_kernel[grid](
+    def run(measuring: bool) -> None:
+        launch(
+            _norm_kernel, grid,
             x, weight, bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
             rows, columns, padded(rows), x.stride(0),
             Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
@@ -269,11 +271,12 @@ def norm_quantize(
 
     with on_device_of(x):
         height, width = _block(columns)
-        _statistics_kernel[(max(1, triton.cdiv(rows, height)),)](
+        launch(
+            _statistics_kernel, max(1, triton.cdiv(rows, height)),
             x, amax, mean, rstd, rows, columns, x.stride(0), eps,
             CENTRE=centred, ROWS=height, COLUMNS=width, num_warps=STATISTICS_WARPS,
         )  # fmt: skip
         if measure:
-            launch(measuring=True)
-        launch(measuring=False)
+            run(measuring=True)
+        run(measuring=False)
     return y, q, qt, amax, scale_inv, mean, rstd

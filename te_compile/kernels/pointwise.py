@@ -37,7 +37,9 @@ import triton.language as tl
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import INTERPRETED, Tile, on_device_of, padded, rule_constants
+from te_compile.kernels.spellings import ONE_LESS_TANH_SQUARED, ONE_PLUS_TANH, TIMES_SIGMOID, spelled
 from te_compile.ops.pointwise import Constant, Operand, Place, Spec, extent
 from te_compile.recipe import ScaleRule
 
@@ -85,6 +87,12 @@ FORMS = {
     "not": "{0} == 0",
     "where": "tl.where({0}, {1}, {2})",
 }
+# And of the operations that spellings.py puts in their place.
+CHEAPER_FORMS = {
+    ONE_PLUS_TANH: "one_plus_tanh({0})",
+    ONE_LESS_TANH_SQUARED: "one_less_tanh_squared({0})",
+    TIMES_SIGMOID: "{0} * sigmoid({1})",
+}
 
 TRITON_DTYPES = {
     torch.bool: "tl.uint8",
@@ -95,19 +103,24 @@ TRITON_DTYPES = {
 
 
 # 1 / (1 + 2^x): what tl.exp2 and a division add to this is care for subnormal numbers, 15 instructions of it.
-SIGMOID_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
+LOGISTIC_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + e^-x), to a few units in the last place; below -87, where it is under fp32's normal range, 0."""
-    exponent = x * -1.4426950408889634
+def logistic(exponent):
+    """1 / (1 + 2^exponent), to a few units in the last place; 0 from 2^126 on, below fp32's normal range."""
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp2(exponent))
     else:
         return tl.inline_asm_elementwise(
-            SIGMOID_ASSEMBLY, "=&f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+            LOGISTIC_ASSEMBLY, "=&f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return logistic(x * -1.4426950408889634)
 
 
 @triton.jit
@@ -117,6 +130,19 @@ def tanh(x):
     near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - 0.053968254 * square)))
     far = 1.0 - 2.0 * sigmoid(-2.0 * x)
     return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def one_plus_tanh(x):
+    """1 + tanh(x), as accurate as fp32 where tanh(x) nears -1."""
+    return 2.0 * logistic(x * -2.8853900817779268)
+
+
+@triton.jit
+def one_less_tanh_squared(x):
+    """1 - tanh(x)², the derivative of tanh."""
+    half = logistic(x * -2.8853900817779268)
+    return 4.0 * half * (1.0 - half)
 
 
 @triton.jit
@@ -189,7 +215,9 @@ def _literal(constant: Constant) -> str:
 
 def _form(operation: str, operands: tuple[Operand, ...]) -> str:
     texts = (operand if isinstance(operand, str) else _literal(operand) for operand in operands)
-    return FORMS[operation].format(*(f"({text})" if text.startswith("-") else text for text in texts))
+    return {**FORMS, **CHEAPER_FORMS}[operation].format(
+        *(f"({text})" if text.startswith("-") else text for text in texts)
+    )
 
 
 def _read_text(index: int, spec: Spec) -> str:
@@ -212,7 +240,7 @@ import triton
 import triton.language as tl
 
 from te_compile.kernels.pointwise import (
-    expm1, log1p, power, read_column, read_full, read_row, sigmoid, tanh, whole,
+    expm1, log1p, one_less_tanh_squared, one_plus_tanh, power, read_column, read_full, read_row, sigmoid, tanh, whole,
 )
 from te_compile.kernels.quantize import (
     fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use,
@@ -287,7 +315,7 @@ def source(spec: Spec) -> str:
     # What leaves the tile: z first; a value that is used twice is returned once.
     leaving = list(dict.fromkeys([spec.quantized, *(r.value for r in (*spec.emitted, *spec.sums))]))
     body = [f"{x} = {_read_text(i, spec)}" for i, x in enumerate(inputs)]
-    body += [f"t{i} = {_form(step.operation, step.operands)}" for i, step in enumerate(spec.steps)]
+    body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in spelled(spec)]
     body += [f"{name}_all = whole({name}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
     outputs = [f"e{i}" for i in range(len(spec.emitted))] + [f"s{i}" for i in range(len(spec.sums))]
     return _SOURCE.format(
@@ -363,6 +391,29 @@ def kernels(spec: Spec) -> ModuleType:
     return module
 
 
+@triton.jit
+def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Column sums of ``partials``, fp32 [count, columns], in an order that is the same in every run."""
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    inside = k < columns
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, count, ROWS):
+        at = (start + row).to(tl.int64)
+        within = (start + row < count)[:, None] & inside[None, :]
+        sums += tl.load(partials + at[:, None] * columns + k[None, :], mask=within, other=0.0)
+    tl.store(total + k, tl.sum(sums, axis=0), mask=inside)
+
+
+def _added_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension, in ``dtype``."""
+    count, columns = partials.shape
+    total = partials.new_empty(columns, dtype=dtype)
+    # 128 programs and 128 bytes of a row for each even of 4096 columns: the whole GPU reads.
+    launch(_add_up, triton.cdiv(columns, 32), partials, total, count, columns, ROWS=64, COLUMNS=32, num_warps=4)
+    return total
+
+
 # 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
 # copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
 TILE = Tile(64, 128, 8)
@@ -380,12 +431,8 @@ def _kernel_arguments(spec: Spec, inputs: list[Tensor]) -> list[Tensor | int]:
     """Each input as pointer, stride over rows, stride over columns; 0 where it does not vary."""
     arguments: list[Tensor | int] = []
     for given, x in zip(spec.inputs, inputs, strict=True):
-        stride_m, stride_k = {
-            Place.FULL: lambda x: x.stride(),
-            Place.ROW: lambda x: (0, x.stride(0)),
-            Place.COLUMN: lambda x: (x.stride(0), 0),
-            Place.SCALAR: lambda x: (0, 0),
-        }[given.place](x)
+        stride_m = x.stride(0) if given.place in (Place.FULL, Place.COLUMN) else 0
+        stride_k = x.stride(-1) if given.place in (Place.FULL, Place.ROW) else 0
         arguments += [x.view(torch.uint8) if given.dtype == torch.bool else x, stride_m, stride_k]
     return arguments
 
@@ -418,15 +465,16 @@ def fused_quantize(
     target, epsilon, power_2 = rule_constants(rule, dtype)
     even = rows % tile.rows == 0 and columns % tile.columns == 0
     shape = {"EVEN": even, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
-    grid = (max(1, tiles_m * triton.cdiv(columns, tile.columns)),)
+    grid = max(1, tiles_m * triton.cdiv(columns, tile.columns))
     arguments = _kernel_arguments(spec, inputs)
     with on_device_of(x):
         if measure:
-            module.measure[grid](*arguments, scale, amax, rows, columns, **shape)
-        module.produce[grid](
-            *arguments, *emitted, *partials, scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
-            rows, columns, padded(rows), MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
+            launch(module.measure, grid, *arguments, scale, amax, rows, columns, **shape)
+        launch(
+            module.produce, grid, *arguments, *emitted, *partials,
+            scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, rows, columns, padded(rows),
+            MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, **shape,
         )  # fmt: skip
-    sums = [partial.sum(0).to(result.dtype) for partial, result in zip(partials, spec.sums, strict=True)]
+        sums = [_added_up(partial, result.dtype) for partial, result in zip(partials, spec.sums, strict=True)]
     return [q, qt, amax, scale_inv, *emitted, *sums]

@@ -25,6 +25,7 @@ The functions marked ``triton.jit`` without a leading underscore are the vocabul
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels.launch import launch
 from te_compile.recipe import ScaleRule
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -293,6 +295,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device)
 
 
+@functools.lru_cache(maxsize=256)
 def rule_constants(rule: ScaleRule, dtype: torch.dtype) -> tuple[float, float, bool]:
     """TARGET, EPSILON and POWER_2 of the kernels."""
     return torch.finfo(dtype).max * 2.0**-rule.margin, rule.epsilon, rule.power_2
@@ -320,15 +323,15 @@ def quantize(
     amax = x.new_zeros((), dtype=torch.float32)
     scale_inv = torch.empty_like(amax)
     target, epsilon, power_2 = rule_constants(rule, dtype)
-    grid = (max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)),)
+    grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
     with on_device_of(x):
         if measure:
-            _measure_kernel[grid](
-                x, scale, amax, rows, columns, *x.stride(),
+            launch(
+                _measure_kernel, grid, x, scale, amax, rows, columns, *x.stride(),
                 TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps,
             )  # fmt: skip
-        _quantize_kernel[grid](
-            x, scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
+        launch(
+            _quantize_kernel, grid, x, scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
             rows, columns, padded(rows), *x.stride(),
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_compile.kernels.device_tables import address_table
+from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import on_device_of, scale_from_amax
 from te_compile.recipe import ScaleRule
 
@@ -73,8 +74,8 @@ def update_scales(states: Sequence[Tensor], amaxes: Tensor, fp8_max: float, rule
         return
     length = states[0].shape[1] - HISTORY.value
     with on_device_of(amaxes):
-        _update_kernel[(amaxes.numel(),)](
-            _row_table(states), amaxes,
+        launch(
+            _update_kernel, amaxes.numel(), _row_table(states), amaxes,
             LENGTH=length, MOST_RECENT=algorithm == "most_recent",
             TARGET=fp8_max * 2.0**-rule.margin, EPSILON=rule.epsilon, POWER_2=rule.power_2,
             BLOCK=triton.next_power_of_2(max(length - 1, 1)), num_warps=4,
@@ -87,7 +88,8 @@ def snapshot_scales(states: Sequence[Tensor]) -> Tensor:
     scales = states[0].new_empty(count)
     if count:
         with on_device_of(scales):
-            _snapshot_kernel[(triton.cdiv(count, SNAPSHOT_BLOCK),)](
-                _row_table(states), scales, count, BLOCK=SNAPSHOT_BLOCK
-            )
+            launch(
+                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), _row_table(states), scales, count,
+                BLOCK=SNAPSHOT_BLOCK, num_warps=4,
+            )  # fmt: skip
     return scales

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_compile.kernels.device_tables import address_table, device_table
+from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
     Tile,
     fp8_words,
@@ -183,10 +184,11 @@ def quantize_weights(
         table = address_table(addresses, device)
         geometry = device_table(("geometry", *places), lambda: _geometry(*places), device)
         tiles = device_table(("tiles", shapes, tile), lambda: _tile_map(shapes, tile), device)
-        grid = (tiles.numel(),)
+        grid = tiles.numel()
         if measure:
-            _measure_kernel[grid](table, geometry, tiles, scales, amax, **constants)
-        _quantize_kernel[grid](
+            launch(_measure_kernel, grid, table, geometry, tiles, scales, amax, **constants)
+        launch(
+            _quantize_kernel, grid,
             table, geometry, tiles, scales, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv,
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=dtype == torch.float8_e5m2,
             **constants,
