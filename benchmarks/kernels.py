@@ -5,15 +5,18 @@
     python -m benchmarks.kernels --only norm      rows whose name contains "norm"
 
 One JSON line a row. ``bytes`` is what the operation must move once: inputs read, outputs written; ``share`` compares
-the bandwidth that follows with that of a 1 GiB copy in the same run. Times are medians of CUDA graph replays with the
-L2 cold, so the host plays no part; ``host_us`` is what one call costs the host. Every row's result is checked in the
-same run. It exits with 1 if a check fails or a single-pass row with the chosen tile stays below the goal.
+the bandwidth that follows with that of a 1 GiB copy in the same run. A time is that of one call within a CUDA graph of
+several, as in a model's step: the host plays no part, each call has inputs and outputs of its own, together more than
+the L2 holds, and what one call leaves to be written back is paid by the next. ``host_us`` is what one call costs the
+host. Every row's result is checked in the same run. It exits with 1 if a check fails or a single-pass row with the
+chosen tile stays below the goal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from te_compile.kernels import norm, quantize, scale_update, weights
+from te_compile.kernels import native, native_norm, norm, quantize, scale_update, weights
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.quantize import quantize_reference
@@ -39,6 +41,7 @@ except ImportError:  # the generator is a family of its own; the others can be m
     fused_quantize = None
 
 GOAL = 0.70
+TURNS = 4  # sets of inputs
 DEVICE = "cuda"
 SHAPES = ((8192, 4096), (8192, 16384))
 LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
@@ -64,7 +67,8 @@ SWEEP = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: ``call(tile)`` is timed, ``check(result)`` says whether it is right, None is the chosen tile.
+    """One measurement: ``call(tile, turn)`` is timed, on the inputs of that turn; ``check(result)`` says whether that
+    of turn 0 is right. None is the chosen tile.
 
     family: whose tiles to sweep. single_pass: held to the goal.
     """
@@ -72,11 +76,16 @@ class Row:
     name: str
     shape: str
     bytes: int
-    call: Callable[[Tile | None], Any]
+    call: Callable[[Tile | None, int], Any]
     check: Callable[[Any], bool]
     family: str
     single_pass: bool = True
     swept: bool = True
+
+
+def _randoms(*shape: int) -> list[Tensor]:
+    """A random matrix for each turn."""
+    return [torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(TURNS)]
 
 
 def _same(got: Tensor, wanted: Tensor, most_wrong: float = 0.0) -> bool:
@@ -94,7 +103,8 @@ def _scale_of(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 def quantize_rows() -> Iterator[Row]:
     """Given scale and measured scale, forward and gradient types, both layouts and one."""
     for m, k in SHAPES:
-        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+        xs = _randoms(m, k)
+        x = xs[0]
         scale = _scale_of(x)
         for name, dtype, given, columnwise in (
             ("quantize", E4M3, scale, True),
@@ -103,9 +113,9 @@ def quantize_rows() -> Iterator[Row]:
             ("quantize current scaling", E4M3, None, True),
         ):
 
-            def call(tile: Tile | None, x=x, given=given, dtype=dtype, columnwise=columnwise) -> Any:
+            def call(tile: Tile | None, turn: int, xs=xs, given=given, dtype=dtype, columnwise=columnwise) -> Any:
                 chosen = tile or quantize.TILE
-                return quantize.quantize(x, given, dtype, True, columnwise, RULE, given is None, chosen)
+                return quantize.quantize(xs[turn], given, dtype, True, columnwise, RULE, given is None, chosen)
 
             def check(got: Any, x=x, given=given, dtype=dtype, columnwise=columnwise) -> bool:
                 wanted = quantize_reference(x, given, dtype, True, columnwise, RULE)
@@ -119,7 +129,8 @@ def quantize_rows() -> Iterator[Row]:
 def norm_rows() -> Iterator[Row]:
     """LayerNorm and RMSNorm; with y for a reader in high precision; measured scale; row-major only."""
     for m, k in SHAPES:
-        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+        xs = _randoms(m, k)
+        x = xs[0]
         weight = 1 + torch.randn(k, device=DEVICE, dtype=torch.bfloat16) / 8
         bias = torch.randn(k, device=DEVICE, dtype=torch.bfloat16)
         scale = torch.tensor(60.0, device=DEVICE)
@@ -130,21 +141,14 @@ def norm_rows() -> Iterator[Row]:
             ("norm rms rowwise only", "rms", scale, False, False),
             ("norm rms current scaling", "rms", None, True, False),
         ):
+            b = bias if kind == "layer" else None
+            task = (weight, b, EPS, kind, given, E4M3, True, columnwise, emit, RULE, given is None)
 
-            def call(
-                tile: Tile | None,
-                x=x,
-                weight=weight,
-                bias=bias,
-                kind=kind,
-                given=given,
-                columnwise=columnwise,
-                emit=emit,
-            ) -> Any:
-                b = bias if kind == "layer" else None
-                return norm.norm_quantize(
-                    x, weight, b, EPS, kind, given, E4M3, True, columnwise, emit, RULE, given is None, None, tile
-                )
+            def by_triton(tile: Tile | None, turn: int, xs=xs, task=task) -> Any:
+                return norm.norm_quantize(xs[turn], *task, None, tile)
+
+            def by_cuda(_: Tile | None, turn: int, xs=xs, task=task) -> Any:
+                return native_norm.norm_quantize(xs[turn], *task)
 
             def check(got: Any, x=x, weight=weight, bias=bias, kind=kind, given=given, columnwise=columnwise) -> bool:
                 y, _, _ = norm_reference(x, weight, bias if kind == "layer" else None, EPS, kind)
@@ -153,9 +157,13 @@ def norm_rows() -> Iterator[Row]:
                 return emitted and _same(got[1], wanted[0], 1e-3) and _same(got[2], wanted[1], 1e-3)
 
             size = m * k * (2 + 1 + columnwise + 2 * emit)
-            yield Row(
-                name, f"{m}x{k}", size, call, check, "norm", given is not None, name in ("norm layer", "norm rms")
-            )
+            swept = name in ("norm layer", "norm rms")
+            # Triton's form reads x twice; it is what runs where the C++ core is not built.
+            cuda = not native.missing(cuda=True) and torch.cuda.get_device_capability() >= (9, 0)
+            if cuda:
+                yield Row(name, f"{m}x{k}", size, by_cuda, check, "norm", given is not None, False)
+            in_triton = f"{name}, Triton" if cuda else name
+            yield Row(in_triton, f"{m}x{k}", size, by_triton, check, "norm", given is not None and not cuda, swept)
 
 
 def weight_rows() -> Iterator[Row]:
@@ -166,7 +174,7 @@ def weight_rows() -> Iterator[Row]:
     (row_starts, row_length), (column_starts, column_length) = row_places(ws, everywhere), column_places(ws, everywhere)
     for name, given in (("weights", scales), ("weights current scaling", None)):
 
-        def call(tile: Tile | None, given=given) -> Any:
+        def call(tile: Tile | None, _: int, given=given) -> Any:
             return weights.quantize_weights(
                 ws, given, E4M3, row_starts, column_starts, row_length, column_length, RULE, given is None,
                 tile or weights.TILE,
@@ -187,7 +195,7 @@ def update_rows() -> Iterator[Row]:
     amaxes = torch.rand(14, device=DEVICE) + 0.1
     before = [state.clone() for state in states]
 
-    def call(_: Tile | None) -> Any:
+    def call(_: Tile | None, turn: int) -> Any:
         scale_update.update_scales(states, amaxes, 448.0, recipe.rule(), "max")
 
     def check(_: Any) -> bool:
@@ -205,7 +213,7 @@ def update_rows() -> Iterator[Row]:
         "snapshot",
         "14 x 1026",
         14 * 8,
-        lambda _: scale_update.snapshot_scales(states),
+        lambda _, turn: scale_update.snapshot_scales(states),
         same_scales,
         "",
         single_pass=False,
@@ -219,11 +227,12 @@ def fused_rows() -> Iterator[Row]:
     for m, k in SHAPES:
         for name, text in SPECS.items():
             spec = Spec.parse(text)
-            inputs = [torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16) for _ in spec.inputs]
+            turns = list(zip(*(_randoms(m, k) for _ in spec.inputs), strict=True))
+            inputs = list(turns[0])
             scale = torch.tensor(20.0, device=DEVICE)
 
-            def call(tile: Tile | None, inputs=inputs, scale=scale, spec=spec) -> Any:
-                return fused_quantize(inputs, scale, spec, E4M3, True, True, RULE, False, tile)
+            def call(tile: Tile | None, turn: int, turns=turns, scale=scale, spec=spec) -> Any:
+                return fused_quantize(list(turns[turn]), scale, spec, E4M3, True, True, RULE, False, tile)
 
             def check(got: Any, inputs=inputs, scale=scale, spec=spec) -> bool:
                 z, _, sums = evaluate(spec, inputs)
@@ -234,18 +243,27 @@ def fused_rows() -> Iterator[Row]:
             yield Row(f"fused {name}", f"{m}x{k}", m * k * (2 * len(inputs) + 2), call, check, "fused")
 
 
-def replayed(call: Callable[[], Any]) -> float:
-    """Median milliseconds of ``call`` as a CUDA graph, the L2 cold."""
+def replayed(call: Callable[[int], Any], replays: int = 12) -> float:
+    """Median milliseconds of one call in a CUDA graph of all turns. Results live as long as the graph: none reuses
+    another's memory."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            call()
+            call(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=150, return_mode="median"))
+        results = [call(turn) for turn in [*range(TURNS)] * 2]
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(results))
+    return statistics.median(times[2:])
 
 
 def host_microseconds(call: Callable[[], Any], calls: int = 100) -> float:
@@ -282,11 +300,11 @@ def copy_bandwidth(copies: int = 50) -> float:
 
 def measure(row: Row, tile: Tile | None, ceiling: float) -> dict[str, Any]:
     """The JSON of one row with one tile."""
-    right = row.check(row.call(tile))
-    milliseconds = replayed(lambda: row.call(tile))
+    right = row.check(row.call(tile, 0))
+    milliseconds = replayed(lambda turn: row.call(tile, turn))
     bandwidth = row.bytes / milliseconds / 1e9
     # A long kernel fills the launch queue, and then the host's time is the device's.
-    host = host_microseconds(lambda: row.call(tile)) if milliseconds < 0.05 and tile is None else None
+    host = host_microseconds(lambda: row.call(tile, 0)) if milliseconds < 0.05 and tile is None else None
     return {
         "kernel": row.name,
         "shape": row.shape,

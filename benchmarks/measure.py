@@ -105,12 +105,17 @@ def describe_device(rows: Rows) -> None:
     rows.write(what="device", name=name, torch=torch.__version__)
 
 
-def fresh_start() -> None:
-    """Forget what the variant before compiled and allocated, and seed, so that all have the same weights."""
-    torch._dynamo.reset()
+def free_memory() -> None:
+    """Collect what nothing refers to, and give its memory back."""
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def fresh_start() -> None:
+    """Forget what the variant before compiled and allocated, and seed, so that all have the same weights."""
+    torch._dynamo.reset()
+    free_memory()
     torch.manual_seed(0)
 
 
