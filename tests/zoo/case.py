@@ -6,7 +6,7 @@ Nothing is downloaded. Every width is a multiple of 16 unless the architecture f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ class Architecture:
                 raise NotSupportedError("it has no gradient checkpointing")
             case.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return case
+
+    def with_labels(self, case: Case, setting: Setting) -> Case | None:
+        """``case`` called as in training, where the model then returns a loss of its own; None where it does not."""
+        labelled = self.build(replace(setting, train=True)).inputs
+        return Case(case.model, labelled) if labelled.keys() != case.inputs.keys() else None
 
 
 def from_transformers(

@@ -41,8 +41,9 @@ class Finding:
     """``outcome``: "ok", "wrong" (see ``complaints``), or "not run" for what fails without te_fp8 too (``detail``).
 
     ``cosine`` is the least of a matrix's gradient with that of high precision (in inference: of the output), and
-    ``textbook`` the least that textbook FP8 reaches there, where it was asked. ``kept`` counts linears by reason.
-    ``rewrites`` counts what each pass changed.
+    ``textbook`` the least that textbook FP8 reaches there, where it was asked. ``loss_error`` is that of the mean
+    square where the call has no labels; ``labelled_loss_error`` is that of the model's own loss in inference, where it
+    has one. ``kept`` counts linears by reason. ``rewrites`` counts what each pass changed.
     """
 
     architecture: str
@@ -52,6 +53,7 @@ class Finding:
     detail: str = ""
     complaints: list[str] = field(default_factory=list)
     loss_error: float = 0.0
+    labelled_loss_error: float | None = None
     cosine: float = 1.0
     textbook: float | None = None
     linears: int = 0
@@ -123,6 +125,7 @@ class _Examination:
         self.setting, self.recipe, self.seed = setting, recipe, random.randrange(2**31)
         self.found = Finding(architecture.name, architecture.kind, str(setting))
         self.case = architecture.case(setting)
+        self.labelled = None if setting.train else architecture.with_labels(self.case, setting)
         self.statuses: dict[str, list[bool]] = {}
 
     def run(self) -> Finding:
@@ -143,6 +146,8 @@ class _Examination:
         self._describe(sites, records)
         for got in steps:
             self._compare(expected, got)
+        if self.labelled is not None:
+            self._evaluate(self.labelled, fast)
         if self._names_and_parameters() != before:
             self._wrong("the model has other parameters, or its state_dict other names")
         return self.found
@@ -151,8 +156,8 @@ class _Examination:
         model = self.case.model
         return list(model.state_dict()), {name: id(parameter) for name, parameter in model.named_parameters()}
 
-    def _step(self, run: Callable[..., Any]) -> Step:
-        return step(self.case, run, self.setting.train, self.seed)
+    def _step(self, run: Callable[..., Any], case: Case | None = None) -> Step:
+        return step(case or self.case, run, self.setting.train, self.seed)
 
     def _wrong(self, complaint: str) -> Finding:
         self.found.outcome = "wrong"
@@ -212,6 +217,22 @@ class _Examination:
         if low or odd or error > LOSS_TOLERANCE:
             self._ask_the_textbook(expected, got, error, low, odd)
 
+    def _evaluate(self, case: Case, fast: Callable[..., Any]) -> None:
+        """Compare the loss with labels, which the results of a call without them say little about."""
+        expected = self._step(case.model, case)
+        with manager.recording() as records:
+            try:
+                error = _loss_error(self._step(fast, case), expected)
+            except Exception as failure:
+                self._wrong(f"fails with labels: {_first_line(failure)}")
+                return
+        self.found.labelled_loss_error = error
+        if error > LOSS_TOLERANCE:
+            # What keeps its precision because it goes into the loss did not have to in the call without one.
+            self.statuses = statuses_of([site for record in records for site in record.plan.sites], case.model)
+            emulated = [self._emulated(number, case) for number in range(EMULATIONS)]
+            self._judge_loss("loss with labels", error, [_loss_error(each, expected) for each in emulated])
+
     def _cosines(self, expected: Step, got: Step) -> dict[str, float]:
         if not self.setting.train:
             return {"output": cosine(first_tensor(got.output), first_tensor(expected.output))}
@@ -241,11 +262,13 @@ class _Examination:
             theirs = [each[name] for each in emulated_sizes]
             if not min(theirs) - SIZE_TOLERANCE <= ours <= max(theirs) + SIZE_TOLERANCE:
                 self._wrong(f"size of {name}: {ours:.3f}, textbook FP8 {min(theirs):.3f} to {max(theirs):.3f}")
-        errors = [_loss_error(each, expected) for each in emulated]
-        if error > max(LOSS_TOLERANCE, max(errors) + (max(errors) - min(errors))):
-            self._wrong(f"loss off by {error:.2%}, textbook FP8 {max(errors):.2%}")
+        self._judge_loss("loss", error, [_loss_error(each, expected) for each in emulated])
 
-    def _emulated(self, number: int) -> Step:
+    def _judge_loss(self, what: str, error: float, textbook: list[float]) -> None:
+        if error > max(LOSS_TOLERANCE, max(textbook) + (max(textbook) - min(textbook))):
+            self._wrong(f"{what} off by {error:.2%}, textbook FP8 {max(textbook):.2%}")
+
+    def _emulated(self, number: int, case: Case | None = None) -> Step:
         """A step in textbook FP8; number 0 rounds on the grid that just fits, as te_fp8 does."""
         if self.setting.checkpointed:  # what is recomputed would be without the emulation
             self.case.model.gradient_checkpointing_disable()
@@ -256,7 +279,7 @@ class _Examination:
             with mode:
                 return self.case.model(**inputs)
 
-        return self._step(run)
+        return self._step(run, case)
 
 
 def _loss_error(got: Step, expected: Step) -> float:

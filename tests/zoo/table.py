@@ -15,9 +15,10 @@ the reference operators define the numerics. Written by `make zoo`: {{outcomes}}
 A cell is "ok" if the loss is within {LOSS_TOLERANCE:.0%} of high precision, the gradient of every matrix parameter (in
 inference: the output) has a cosine of at least {LEAST_COSINE} with that of high precision, and at least
 {LEAST_SHARE:.0%} of the FLOPs of the eligible linears run in FP8; or, for loss and cosine, if textbook per-tensor FP8
-emulated on the same model comes no closer. The loss of a classifier of two images is near chance, and that of inference
-is the mean square of the output, near zero for some: their relative errors are large. Dropout is on, and draws the same
-numbers with te_fp8 as without.
+emulated on the same model comes no closer. In inference the loss is that of a call with labels; a model that takes none
+gives the mean square of its output, in training as well. The loss of a classifier of two images is near chance, and a
+mean square near zero for some: their relative errors are large. Dropout is on, and draws the same numbers with te_fp8
+as without.
 
 Cosine and loss error are the worst of the row; in brackets what the emulation reaches, where it was asked. "Masks"
 counts attentions that lost a mask proven to be causal or empty, "attention" products and softmaxes that became scaled
@@ -60,9 +61,13 @@ def _row(name: str, findings: list[Finding]) -> str:
     )
     numbers = [
         f"{largest.in_fp8} of {largest.linears}", f"{min(finding.share for finding in run):.1%}", cosine,
-        f"{max(finding.loss_error for finding in run):.2%}", str(masks or ""), str(attention or ""),
+        f"{max(map(_loss_error, run)):.2%}", str(masks or ""), str(attention or ""),
     ]  # fmt: skip
     return f"| {' | '.join([name, *numbers, *cells])} |"
+
+
+def _loss_error(finding: Finding) -> float:
+    return finding.loss_error if finding.labelled_loss_error is None else finding.labelled_loss_error
 
 
 def _wrong(findings: Sequence[Finding]) -> list[str]:

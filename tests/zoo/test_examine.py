@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 pytest.importorskip("transformers", reason="the zoo is made of Hugging Face models")
 
@@ -51,6 +52,36 @@ def test_a_wrong_gradient_is_seen(change: Any, complaint: str, monkeypatch: pyte
     assert finding.outcome == "wrong" and any(each.startswith(complaint) for each in finding.complaints), finding
 
 
+class _Classifier(nn.Module):
+    """Its loss is ``change`` times what it should be where it is compiled."""
+
+    def __init__(self, change: float) -> None:
+        super().__init__()
+        self.up, self.head, self.change = nn.Linear(32, 64), nn.Linear(64, 32), change
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = self.head(F.gelu(self.up(x)))
+        if labels is None:
+            return y, None
+        return y, F.cross_entropy(y, labels) * (self.change if torch.compiler.is_compiling() else 1.0)
+
+
+@pytest.mark.parametrize(("change", "outcome"), [(1.0, "ok"), (1.1, "wrong")])
+def test_in_inference_the_loss_with_labels_is_compared_too(change: float, outcome: str) -> None:
+    def build(setting: Setting) -> Case:
+        labels = {"labels": torch.randint(0, 32, (8,))} if setting.train else {}
+        return Case(_Classifier(change), {"x": torch.randn(8, 32), **labels})
+
+    finding = examine(Architecture("classifier", "torch", build), Setting(train=False))
+    assert finding.outcome == outcome and finding.linears == 2, finding
+    assert finding.labelled_loss_error == pytest.approx(change - 1, abs=0.02)
+    assert outcome == "ok" or finding.complaints[0].startswith("loss with labels off by"), finding
+
+
+def test_a_model_without_labels_has_no_loss_of_its_own() -> None:
+    assert examine(GOOD, Setting(train=False)).labelled_loss_error is None
+
+
 class _Refusing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("not today")
@@ -73,13 +104,21 @@ def test_the_table_shows_each_outcome_with_its_reason() -> None:
     text = page(
         [
             finding("first", Setting(), linears=4, in_fp8=3, cosine=0.981, kept={"a head": 1}),
-            finding("first", Setting(train=False), outcome="wrong", complaints=["loss off by 9%"], share=0.5),
+            finding(
+                "first",
+                Setting(False),
+                outcome="wrong",
+                complaints=["loss off by 9%"],
+                share=0.5,
+                loss_error=0.5,
+                labelled_loss_error=0.09,
+            ),
             finding("second", Setting(), outcome="not run", detail="eager mode fails"),
         ]
     )
     assert "1 ok, 1 wrong, 1 not run" in text
     row = next(line for line in text.splitlines() if line.startswith("| first"))
-    assert "| 3 of 4 | 50.0% | 0.981 | 0.00% |" in row and row.count("| ok |") == 1 and "| wrong |" in row
+    assert "| 3 of 4 | 50.0% | 0.981 | 9.00% |" in row and row.count("| ok |") == 1 and "| wrong |" in row
     assert "- first, inference, sdpa: loss off by 9%" in text
     assert "- a head: first" in text
     assert "- second (train, sdpa): eager mode fails" in text
