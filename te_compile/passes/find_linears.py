@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site, is_einsum
@@ -154,16 +155,29 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
 
 
 def _sites_in(region: Region, weights: Weights) -> Iterator[Site]:
+    transformed = transforms_around(region.graph)
     for node in region.graph.nodes:
         for matches, build in _FORMS:
             site = build(region, node, weights) if matches(node) else None
             if site is not None:
                 site.name = module_name(node, site.root_weight or site.weight)
+                if node in transformed:
+                    site.keep(Cause.UNSUPPORTED, transformed[node])
                 yield site
                 break
 
 
-def find_linears(regions: list[Region], left: list[tuple[str, Any]], example_inputs: Any, plan: Plan) -> int:
+def _sites_left(operator_name: str, body: GraphModule) -> Iterator[Site]:
+    """The linears of a body that no pass enters, for the report alone."""
+    inside = Region(body)
+    held = {node: value for node in inside.placeholders if isinstance(value := value_of(node), Parameter)}
+    for site in _sites_in(inside, Weights([inside], held)):
+        site.cause = None  # whatever else is wrong with it
+        site.keep(Cause.UNSUPPORTED, f"inside the higher-order op {operator_name}, which is not rewritten")
+        yield site
+
+
+def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], example_inputs: Any, plan: Plan) -> int:
     """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
     root = regions[0]
     for placeholder, example in zip(root.placeholders, example_inputs, strict=True):
@@ -173,13 +187,5 @@ def find_linears(regions: list[Region], left: list[tuple[str, Any]], example_inp
     for region in regions:
         plan.sites.extend(_sites_in(region, weights))
     for operator_name, body in left:
-        inside = Region(body)
-        for node in body.graph.nodes:
-            if node.target in (F.linear, torch._C._nn.linear):
-                site = _linear_site(inside, node, weights)
-                if site is not None:
-                    site.name = module_name(node, None)
-                    site.cause = None
-                    site.keep(Cause.UNSUPPORTED, f"inside the higher-order op {operator_name}, which is not rewritten")
-                    plan.sites.append(site)
+        plan.sites.extend(_sites_left(operator_name, body))
     return len(plan.sites)

@@ -24,6 +24,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.prove_masks import proven_meaning
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
@@ -185,6 +186,9 @@ def fold_masks(regions: list[Region]) -> int:
     """Fold every provable mask of ``regions``; returns how many attention nodes lost theirs."""
     known: dict[Node, Any] = {}
     targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    return sum(
-        _fold(region, node, known) for region in regions for node in region.graph.nodes if node.target in targets
-    )
+    folded = 0
+    for region in regions:
+        left = transforms_around(region.graph)
+        attentions = [node for node in region.graph.nodes if node.target in targets and node not in left]
+        folded += sum(_fold(region, node, known) for node in attentions)
+    return folded

@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from te_compile.passes.captured_nodes import argument, called, value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.writing import Writer
 
 _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
@@ -212,10 +213,10 @@ def open_attention_modules(graph: Graph) -> int:
 
     A call that stays closed is marked with the reason, for the report.
     """
-    opened = 0
+    opened, left = 0, transforms_around(graph)
     for attention in graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):
         a = _arguments(attention)
-        reason = _why_closed(attention, a)
+        reason = left.get(attention) or _why_closed(attention, a)
         if reason is None:
             write = Writer(attention)
             results = _opened(write, a)

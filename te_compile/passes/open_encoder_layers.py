@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.writing import Writer
 
 _NAMES = [argument.name for argument in torch.ops.aten._transformer_encoder_layer_fwd.default._schema.arguments]
@@ -93,10 +94,10 @@ def open_encoder_layers(graph: Graph) -> int:
 
     A layer that stays closed is marked with the reason, for the report.
     """
-    opened = 0
+    opened, left = 0, transforms_around(graph)
     for layer in graph.find_nodes(op="call_function", target=torch._transformer_encoder_layer_fwd):
         a = _arguments(layer)
-        reason = _why_closed(a)
+        reason = left.get(layer) or _why_closed(a)
         if reason is None:
             write = Writer(layer)
             result = _opened(write, a)

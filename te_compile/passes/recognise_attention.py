@@ -46,6 +46,7 @@ from te_compile.passes.captured_nodes import argument, called, is_tensor, value_
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import SWALLOWS, hides_no_row
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer
 
@@ -395,8 +396,9 @@ def _replace(write: Writer, old: Node, new: Node) -> None:
 def recognise_attention(graph: Graph) -> int:
     """Replace attention that is spelled out by ``F.scaled_dot_product_attention``; returns how many times."""
     count = 0
+    left = transforms_around(graph)
     for softmax in list(graph.nodes):
-        if not _is_softmax(softmax):
+        if not _is_softmax(softmax) or softmax in left:
             continue
         try:
             found = _found(softmax)

@@ -30,6 +30,7 @@ from torch.fx import Graph, Node
 from te_compile.ops.norm import LAYER, NORM, RMS, RMS_FLOAT, RMS_MIXED, RMS_OFFSET, output_dtype
 from te_compile.passes.captured_nodes import argument, value_of, writes, written_by
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import is_border
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -318,7 +319,8 @@ _FORMS: tuple[Callable[[Node], Norm | None], ...] = (_called, _spelled_out)
 
 
 def _norms(graph: Graph) -> Iterator[Norm]:
-    for node in list(graph.nodes):
+    left = transforms_around(graph)
+    for node in [node for node in graph.nodes if node not in left]:
         for form in _FORMS:
             norm = form(node)
             if norm is not None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
+from te_compile.passes.function_transforms import transforms_around
+
 ENTERED = ("tag_activation_checkpoint",)
 """Higher-order ops whose body is traced in place, once, with the call's own operands: safe to rewrite inside."""
 
@@ -92,13 +94,16 @@ def _bodies(region: Region) -> Iterator[tuple[Node, str, GraphModule]]:
 
 def regions_of(module: GraphModule) -> tuple[list[Region], list[tuple[str, GraphModule]]]:
     """All regions that passes may rewrite, the root first; and (op, body) of those that must be left alone."""
-    entered, left = [Region(module)], []
+    entered: list[Region] = [Region(module)]
+    left: list[tuple[str, GraphModule]] = []
     for region in entered:
-        found = list(_bodies(region))
+        found, transformed = list(_bodies(region)), transforms_around(region.graph)
         for call, name, body in found:
             shared = sum(other is body for _, _, other in found) > 1
-            if name in ENTERED and not shared:
+            if name in ENTERED and not shared and call not in transformed:
                 entered.append(Region(body, region, call))
             else:
                 left.append((name, body))
+    for _, body in left:  # what is inside of those is left with them
+        left += [(name, inner) for _, name, inner in _bodies(Region(body))]
     return entered, left

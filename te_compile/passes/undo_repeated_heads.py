@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after, undisturbed
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -94,7 +95,8 @@ def undo_repeated_heads(graph: Graph) -> int:
     """Hand attention the heads of keys and values before they were repeated; returns how many attentions changed."""
     count = 0
     targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    for attention in [node for node in graph.nodes if node.target in targets]:
+    left = transforms_around(graph)
+    for attention in [node for node in graph.nodes if node.target in targets and node not in left]:
         repeated = [argument(attention, 1, "key"), argument(attention, 2, "value")]
         sources = [_unrepeated(node) for node in repeated]
         if not all(source is not None and _may_be_read(source, attention) for source in sources):

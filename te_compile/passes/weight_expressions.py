@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from torch.nn import Parameter
 
 from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, written_by
+from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,6 +125,7 @@ class Weights:
             for changed in written_by(node)
         } - {None}
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
+        self.transformed = {node for region in regions for node in transforms_around(region.graph)}
 
     def weight(self, node: Any, region: Region, transposed: bool, dimensions: int = 2) -> Weight:
         """``node``, used in ``region``, as a weight: a matrix, or a batch of them where ``dimensions`` is 3.
@@ -225,6 +227,8 @@ class Weights:
             raise NotAWeightError(f"{prefix} by {name}, which gives another result each time")
         if node in self.under_autocast:
             raise NotAWeightError(f"{prefix} under an autocast that begins there")
+        if node in self.transformed:
+            raise NotAWeightError(f"{prefix} inside a function transform of torch.func")
 
 
 def _is_held_by_the_model(placeholder: Node) -> bool:

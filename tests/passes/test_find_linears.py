@@ -259,6 +259,21 @@ def test_linears_in_bodies_that_are_left_alone_are_reported_as_such() -> None:
     assert site.status == "kept" and "cond" in site.reason
 
 
+def test_products_of_every_form_in_bodies_that_are_not_entered_are_kept_with_the_operators_name() -> None:
+    weight = nn.Parameter(torch.randn(32, 32))
+
+    def outer(x: Tensor) -> Tensor:
+        def branch(t: Tensor) -> Tensor:
+            return torch.cond(t.sum() > 1, lambda t: t @ weight, lambda t: torch.einsum("ni,oi->no", t, weight), (t,))
+
+        return torch.cond(x.sum() > 0, branch, lambda t: t * 2, (x,))
+
+    with torch.no_grad():
+        _, plan = regions_and_plan(outer, torch.randn(4, 32))
+    assert sorted(site.form for site in plan.sites) == ["einsum", "matmul"]
+    assert all(site.status == "kept" and "higher-order op cond" in site.reason for site in plan.sites)
+
+
 def test_one_weight_used_twice_is_two_sites_of_one_root_weight() -> None:
     model = With(lambda x, w, b: F.linear(F.linear(x, w), w), 32, 32)
     _, plan = regions_and_plan(model, torch.randn(5, 32))
