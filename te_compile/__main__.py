@@ -85,10 +85,26 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _require_device(device: str) -> None:
+    """Raises ConfigError unless ``device`` is one that te_fp8 runs on and that this machine has."""
+    import torch
+
+    from te_compile.inspect.from_config import ConfigError
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cuda", "cpu") or (index and not index.isdecimal()):
+        raise ConfigError(f"--device {device}: choose cuda, one of several such as cuda:1, or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: this machine has no CUDA device; leave it out to look on the CPU")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {device}: this machine's last is cuda:{torch.cuda.device_count() - 1}")
+
+
 def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import torch
 
     from te_compile.inspect.from_config import ConfigError, Request, explain_config
+    from te_compile.inspect.table import summary
     from te_compile.options import OptionError, Options
 
     options = dict(given.option) | ({"recipe": given.recipe} if given.recipe else {})
@@ -97,8 +113,7 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         given.config, given.task, given.batch, given.seq, given.train, getattr(torch, given.dtype), device, given.real
     )
     try:
-        if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"--device {device}: this machine has no CUDA device; leave it out to look on the CPU")
+        _require_device(device)
         Options.resolve(options)
         report = explain_config(request, options)
     except (ConfigError, OptionError) as error:
@@ -107,8 +122,7 @@ def _explain(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(report)
     else:
         report.save(given.out)
-        share = f"{report.totals['fp8']} of {report.totals['linears']} linears in FP8"
-        print(f"{report.model}: {share}, {100 * report.fp8_flops_fraction:.1f}% of the eligible FLOPs; {given.out}")
+        print(f"{report.model}: {summary(report)[0].removeprefix('te_fp8: ')}; {given.out}")
     return 0
 
 

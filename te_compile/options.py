@@ -27,8 +27,9 @@ pattern that fits a module fits everything inside it. ``None`` always means "not
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, cast, get_origin
@@ -94,6 +95,16 @@ class Options:
         if self.include is not None and _selected_by(self.include, name, info) is None:
             return "not matched by include"
         return None
+
+    def idle_patterns(self, names: Collection[str]) -> list[str]:
+        """The patterns that fit none of the linears ``names``, most likely misspelt: ``exclude pattern '*.porj'``."""
+        given = {"include": self.include, "exclude": self.exclude}
+        patterns = [(field, each) for field, value in given.items() if isinstance(value, tuple) for each in value]
+        return [
+            f"{field} pattern {pattern!r}"
+            for field, pattern in patterns
+            if not any(_selected_by((pattern,), name, None) for name in names)
+        ]
 
     def key(self) -> str:
         """All options in one line, for cache keys: equal exactly for options that compile alike."""
@@ -222,6 +233,7 @@ def _as_recipe(name: str, value: Any) -> Recipe:
 def _as_selector(name: str, value: Any) -> Selector:
     """Patterns as a tuple, or the function."""
     if callable(value):
+        _require_two_arguments(name, value)
         return value
     patterns = value.split(",") if isinstance(value, str) else value
     if isinstance(patterns, Sequence) and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
@@ -230,6 +242,15 @@ def _as_selector(name: str, value: Any) -> Selector:
         f"{name}={value!r}: must be a glob pattern on module names such as '*lm_head*', a list of them, "
         "or a function (name, info) -> bool"
     )
+
+
+def _require_two_arguments(name: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind("module.name", None)
+    except TypeError as error:
+        raise OptionError(f"{name}={function!r}: must take (name, info) and return a bool, but {error}") from None
+    except ValueError:  # some builtins have no signature
+        pass
 
 
 def _as_bool(name: str, value: Any) -> bool:

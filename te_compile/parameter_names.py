@@ -21,5 +21,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def parameters_by_name(model: nn.Module, every_alias: bool = False) -> dict[str, nn.Parameter]:
     """The parameters under the names that the model had before anything wrapped it; a tied one under its first name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, whose parameters have the FP8 state, not {type(model).__name__}")
     named = unwrapped(model).named_parameters(remove_duplicate=not every_alias)
     return {".".join(part for part in name.split(".") if part not in WRAPPERS): each for name, each in named}

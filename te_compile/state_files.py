@@ -9,6 +9,7 @@ Loading checks everything before it changes anything, and an error names every e
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import re
@@ -60,6 +61,9 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
     strict: every state of the model must be in ``tensors`` and every entry must name a parameter of the model; without
     it what is missing stays as it is. A wrong shape, type or value is an error either way.
     """
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors).__name__
+        raise StateError(f"the FP8 state is of type {kind}, must be what te_compile.state_dict returns")
     pairs, problems = _paired(tensors)
     placed, unplaced = _placed(model, pairs)
     problems += [f"unexpected entry {entry!r}: the model has no such parameter" for entry in unplaced if strict]
@@ -116,8 +120,10 @@ def _paired(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple[str, str], _Pair]
     return pairs, problems
 
 
-def _fault_of(tensor: Tensor, rows: int) -> str:
+def _fault_of(tensor: object, rows: int) -> str:
     """Why ``tensor`` cannot be a state of so many rows, or nothing."""
+    if not isinstance(tensor, Tensor):
+        return f"is of type {type(tensor).__name__}, must be a tensor"
     if tensor.dtype != torch.float32:
         return f"has type {tensor.dtype}, must be torch.float32"
     if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] <= HISTORY:
@@ -181,6 +187,8 @@ def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "history_length": ",".join(map(str, lengths)),
     }
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory to save the FP8 state in", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:

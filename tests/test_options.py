@@ -75,6 +75,19 @@ def test_a_misspelt_option_is_refused_with_the_closest_name(name: str, suggestio
             given()
 
 
+@pytest.mark.parametrize("field", ["include", "exclude"])
+def test_a_function_that_cannot_be_called_with_name_and_info_is_refused(field: str) -> None:
+    with pytest.raises(OptionError, match=rf"{field}=.*must take \(name, info\)"):
+        Options.resolve({field: lambda name: True})
+    assert callable(getattr(Options.resolve({field: lambda name, *more: True}), field))
+
+
+def test_patterns_that_fit_no_linear_are_known() -> None:
+    options = Options(include="h.*", exclude=["*.attn", "*.porj", "h.0.mlp"])
+    assert options.idle_patterns(["h.0.attn.qkv", "h.0.mlp", "lm_head"]) == ["exclude pattern '*.porj'"]
+    assert not Options(exclude=lambda name, info: False).idle_patterns([])
+
+
 @pytest.mark.parametrize("options", [["strict"], "strict", 3])
 def test_options_that_are_no_dict_are_refused(options: object) -> None:
     with pytest.raises(OptionError, match="must be a dict"):

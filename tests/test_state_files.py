@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -311,6 +312,25 @@ def test_a_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file(state_dict(model), tmp_path / "later", metadata)
     with pytest.raises(StateError, match=r"version '2' of the format, written by te_compile 9\.9.* reads version '1'"):
         load_state(model, tmp_path / "later")
+
+
+def test_what_is_no_state_is_refused_by_its_type() -> None:
+    with pytest.raises(StateError, match="is of type list, must be"):
+        load_state_dict(two_layers(), [])
+    with pytest.raises(StateError, match=r"entry '0\.weight\.forward' is of type list, must be a tensor"):
+        load_state_dict(two_layers(), {"0.weight.forward": [1.0]})
+
+
+@pytest.mark.parametrize("call", [state_dict, lambda each: load_state_dict(each, {})])
+def test_a_function_has_no_state(call: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"expected a module.* not function"):
+        call(lambda x: x)
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such directory") as error:
+        save_state(used(two_layers()), tmp_path / "none" / "state")
+    assert error.value.filename == str(tmp_path / "none")
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ class Difference:
 
 def diff(before: Report, after: Report) -> Difference:
     """What changed from one report to another, linear by linear."""
+    for each in (before, after):
+        if not hasattr(each, "rows"):
+            raise TypeError(f"expected two reports of te_compile.explain, not {type(each).__name__}")
     old, new = _by_name(before.rows), _by_name(after.rows)
     both = [name for name in old if name in new]
     found = ((name, _fields(old[name], new[name])) for name in both)

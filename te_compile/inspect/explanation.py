@@ -48,6 +48,7 @@ def explain(
     The model runs forward once, for a captured graph may depend on the results of another. Its attributes and buffers,
     the arguments, random numbers, FP8 state and everything that is compiled are afterwards as they were.
     """
+    Options.resolve(options)  # for its errors, before options that are no dict are merged
     given = {**(options or {}), "strict": False, "compiler": "aot_eager"}
     chosen = Options.resolve(given)
     target, names = uncompiled(model)
@@ -140,8 +141,8 @@ def _gist(reason: str) -> str:
     first, *others = (line.strip() for line in reason.splitlines())
     if first.startswith("generic_jump"):
         return "a branch on the value of a tensor"
-    explained = next((line.removeprefix("Explanation:") for line in others if line.startswith("Explanation:")), first)
-    return explained.strip().rstrip(".")
+    explained = next((line.removeprefix("Explanation:") for line in others if line.startswith("Explanation:")), "")
+    return (explained.strip() or first).rstrip(".")
 
 
 def _place(frame: FrameSummary) -> str:
@@ -175,6 +176,8 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
         notes.append("torch.compile captured no graph, so nothing was looked at")
     notes += [f"the forward pass writes to the parameter {name}; this run did, too" for name in look.changed]
     notes += _names_that_differ(compilations, names)
+    linears = [site.name for compilation in compilations for site in compilation.plan.sites]
+    notes += [f"{pattern} fits no linear of this call" for pattern in chosen.idle_patterns(linears) if compilations]
     notes += _never_captured(look.captured, names)
     return Report(
         rows=tuple(rows),
@@ -239,7 +242,7 @@ def _name(
 
 def _never_captured(looked_at: Sequence[_Captured], names: KnownNames | None) -> Iterator[str]:
     """Linear modules whose weight no graph has: a break may have left them to Python, or this call needs them not."""
-    if names is None or not looked_at:
+    if names is None:
         return
     seen = {id(each) for captured in looked_at for run in captured.parameters() for each in run.values()}
     missing = [

@@ -66,8 +66,11 @@ def tiles(report: Report) -> list[Markup]:
     """The few numbers that sum the report up."""
     totals = report.totals
     ran = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
+    share = percent(report.fp8_flops_fraction)
+    if not totals["eligible_flops"]:
+        share, ran = "–", "no linear is eligible"
     return [
-        _tile(percent(report.fp8_flops_fraction), "of the eligible linear FLOPs in FP8", ran),
+        _tile(share, "of the eligible linear FLOPs in FP8", ran),
         _tile(f"{totals['fp8']} of {totals['linears']}", "linears in FP8"),
         _tile(str(len(report.graphs)), "captured graph" + ("" if len(report.graphs) == 1 else "s")),
         _tile(str(len(report.breaks)), "graph break" + ("" if len(report.breaks) == 1 else "s")),

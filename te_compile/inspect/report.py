@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,15 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The report that :meth:`to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
+        """The report that :meth:`to_json` wrote; ValueError for another text."""
+        data: Any = json.loads(text)
+        wanted = {each.name for each in fields(Report) if each.default is each.default_factory is MISSING}
+        if not isinstance(data, dict) or not wanted <= data.keys() <= {each.name for each in fields(Report)}:
+            raise ValueError("this JSON is no report of te_compile.explain")
         data["rows"] = tuple(_row(**row) for row in data["rows"])
-        data["graphs"] = tuple(tuple(GraphPass(**each) for each in passes) for passes in data["graphs"])
+        data["graphs"] = tuple(tuple(GraphPass(**each) for each in passes) for passes in data.get("graphs", ()))
         for name in ("breaks", "declined", "notes"):
-            data[name] = tuple(data[name])
+            data[name] = tuple(data.get(name, ()))
         return Report(**data)
 
 

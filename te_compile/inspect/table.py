@@ -109,9 +109,11 @@ def _run_text(run: list[int]) -> str:
 def summary(report: Report) -> list[str]:
     """What is read first."""
     totals = report.totals
-    flops = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
-    fraction = f"{100 * report.fp8_flops_fraction:.1f}% of the eligible linear FLOPs ({flops})"
-    lines = [f"te_fp8: {totals['fp8']} of {totals['linears']} linears in FP8, {fraction}"]
+    share = "; none is eligible"
+    if totals["eligible_flops"]:
+        flops = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
+        share = f", {percent(report.fp8_flops_fraction)} of the eligible linear FLOPs ({flops})"
+    lines = [f"te_fp8: {totals['fp8']} of {totals['linears']} linears in FP8{share}"]
     kept = [(totals[key], text) for key, text in KEPT.items() if totals[key]]
     if kept:
         lines.append(f"kept in high precision: {', '.join(f'{count} {text}' for count, text in kept)}")

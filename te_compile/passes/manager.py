@@ -80,8 +80,8 @@ def summary(plan: Plan) -> str:
     for site in plan.sites:
         if site.status != "fp8":
             kept.setdefault(site.reason, []).append(site.name)
-    fraction = f"{100 * plan.fp8_flops_fraction:.0f}% of eligible FLOPs"
-    line = f"{len(plan.selected)} of {len(plan.sites)} linears in FP8 ({fraction})"
+    share = f"{100 * plan.fp8_flops_fraction:.0f}% of eligible FLOPs" if plan.eligible else "none is eligible"
+    line = f"{len(plan.selected)} of {len(plan.sites)} linears in FP8 ({share})"
     reasons = "; ".join(f"{_some(names)}: {reason}" for reason, names in kept.items())
     return f"{line}; kept: {reasons}" if reasons else line
 
@@ -112,8 +112,11 @@ class _Dump:
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         root = self.root / f"rank_{dist.get_rank()}" if is_distributed else self.root
         directory = root / f"graph_{self.number:03d}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"TE_COMPILE_DEBUG={str(self.root)!r}: graphs cannot be written there: {error}") from error
 
 
 _LISTENER: ContextVar[list[Compilation] | None] = ContextVar("te_compile_listener", default=None)

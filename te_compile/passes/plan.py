@@ -96,9 +96,14 @@ class Plan:
         return [site for site in self.sites if site.status == "fp8"]
 
     @property
+    def eligible(self) -> list[Site]:
+        """The sites that FP8 is meant for: all but those kept by rule or by the user."""
+        return [site for site in self.sites if site.cause in (None, Cause.UNSUPPORTED)]
+
+    @property
     def fp8_flops_fraction(self) -> float:
-        """Share of the eligible linear FLOPs that run in FP8; linears kept by rule or by the user are not eligible."""
-        eligible = sum(site.flops for site in self.sites if site.cause in (None, Cause.UNSUPPORTED))
+        """Share of the eligible linear FLOPs that run in FP8; 1 where there are none."""
+        eligible = sum(site.flops for site in self.eligible)
         return sum(site.flops for site in self.selected) / eligible if eligible else 1.0
 
     def require_all_supported(self) -> None:

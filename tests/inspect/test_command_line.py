@@ -116,6 +116,21 @@ def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "cannot read this configuration" in refused(capsys, "explain", directory)
 
 
+@pytest.mark.parametrize("device", ["tpu", "xpu", "cuda:first", "meta"])
+def test_a_device_that_te_fp8_does_not_run_on_is_an_error(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "choose cuda, one of several" in refused(capsys, "explain", written(tmp_path, LLAMA), "--device", device)
+
+
+def test_a_device_beyond_the_last_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "last is cuda:1" in refused(capsys, "explain", written(tmp_path, LLAMA), "--device", "cuda:2")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA device" in refused(capsys, "explain", written(tmp_path, LLAMA), "--device", "cuda")

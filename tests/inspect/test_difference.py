@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 import te_compile
 from te_compile.inspect.report import GraphPass, Report
 from tests.inspect.reports import full_report, report, row
@@ -81,6 +83,11 @@ def test_another_recipe_is_a_difference_of_the_question() -> None:
     after = replace(before, recipe="current", rows=(row("fc", recipe="current"),))
     found = before.diff(after)
     assert str(found).startswith("recipe: delayed → current") and not found.rows
+
+
+def test_only_reports_are_compared() -> None:
+    with pytest.raises(TypeError, match="expected two reports"):
+        te_compile.diff(report([row("fc")]), {})
 
 
 def test_a_difference_is_json() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_compile
 from te_compile.backend import te_fp8
-from te_compile.inspect import Report
+from te_compile.inspect import Report, explanation
 from te_compile.state_files import state_dict
 
 TOKENS = 16
@@ -253,6 +253,38 @@ def test_only_a_module_or_function_can_be_explained() -> None:
         te_compile.explain(3, x16())
     with pytest.raises(te_compile.OptionError, match="recipe"):
         te_compile.explain(Block(), x16(), options={"recipe": "delaied"})
+    with pytest.raises(te_compile.OptionError, match="options=3: must be a dict"):
+        te_compile.explain(Block(), x16(), options=3)
+
+
+def test_a_pattern_that_fits_no_linear_is_told() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    report = te_compile.explain(model, x16(), options={"exclude": ["0", "*porj*"], "include": "*"})
+    assert report.notes == ("exclude pattern '*porj*' fits no linear of this call",)
+
+
+def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> None:
+    class Recurrent(nn.Module):
+        """Dynamo gives up on the whole of a forward with an LSTM in it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.lstm(x)[0])
+
+    report = te_compile.explain(Recurrent(), x16(), options={"exclude": "*porj*"})
+    assert not report.graphs and "0 of 0 linears in FP8; none is eligible" in str(report)
+    assert any(note.endswith("if this call runs them at all: fc") for note in report.notes)
+    assert not any("porj" in note for note in report.notes), "nothing was looked at"
+    assert any("LSTM" in reason for reason in report.breaks)
+
+
+def test_a_break_for_which_dynamo_has_a_headline_alone_is_told_by_it() -> None:
+    text = "Operator does not run here\n  Explanation: \n  Hint: see elsewhere"
+    assert explanation._gist(text) == "Operator does not run here"
+    assert explanation._gist("Headline\n  Explanation: The reason.\n") == "The reason"
 
 
 def test_amaxes_that_were_not_finite_are_reported() -> None:

@@ -54,6 +54,24 @@ def test_every_pass_of_a_run_is_dumped(fresh_dynamo: None, tmp_path: Path, monke
     assert "te.norm_quantize" in texts[max(texts)]
 
 
+def test_a_place_that_takes_no_dumps_is_named_with_its_variable(
+    fresh_dynamo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TE_COMPILE_DEBUG", str(tmp_path / "file"))
+    with pytest.raises(Exception, match=r"TE_COMPILE_DEBUG='.*file': graphs cannot be written there"):
+        compile_and_train()
+
+
+def test_a_graph_in_which_nothing_is_eligible_claims_no_share(
+    fresh_dynamo: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="te_compile"):
+        torch.compile(Small(), backend=te_fp8, options={"compiler": "aot_eager", "exclude": "*"})(torch.randn(16, 16))
+    (line,) = [record.getMessage() for record in caplog.records if "linears in FP8" in record.getMessage()]
+    assert "0 of 2 linears in FP8 (none is eligible); kept: up, narrow: exclude pattern '*'" in line
+
+
 PROGRAM = """
 import torch
 from torch import nn

@@ -19,6 +19,20 @@ def test_a_report_survives_json() -> None:
     assert Report.from_json(before.to_json()) == before
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"rows": []}', '{"rows": [], "weights": []}'])
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no report"):
+        Report.from_json(text)
+
+
+def test_where_nothing_is_eligible_no_share_is_claimed() -> None:
+    before = report([row("fc", status="kept", reason="exclude pattern 'fc'", cause="user")])
+    totals = {**before.totals, "fp8": 0, "kept": 1, "kept_by_user": 1, "eligible_flops": 0, "fp8_flops": 0}
+    nothing = report(list(before.rows), totals=totals)
+    assert "0 of 1 linears in FP8; none is eligible" in str(nothing) and "100.0% of" not in str(nothing)
+    assert "no linear is eligible" in nothing.to_html()
+
+
 def test_the_fraction_is_that_of_the_eligible_flops() -> None:
     assert report([row("fc")]).fp8_flops_fraction == 0.9
     nothing = dict.fromkeys(report([]).totals, 0)
