@@ -57,6 +57,7 @@ class Runner:
         self.compiled = compiled
         self.positions = [placeholders.index(weight) - added for weight in signature.weights] if added else []
         self.signature, self.history_length = signature, history_length(recipe)
+        self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -65,7 +66,10 @@ class Runner:
             return self.compiled(*args)
         training = self.signature.training
         state.poll()
-        states = [state.state_of(args[position], self.history_length, training=training) for position in self.positions]
+        states = [
+            state.state_of(args[position], self.history_length, training=training, gradient_max=self.gradient_max)
+            for position in self.positions
+        ]
         extra = [each.forward for each in states]
         if training:
             extra += [each.backward for each in states]

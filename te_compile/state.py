@@ -11,6 +11,9 @@ The rows x and w are one tensor, the gradient's another, because a forward may r
 last one. Both belong to the *parameter*: found by its identity on every call, they follow a weight that is tied, moved
 or shared by regions that are compiled apart, never show up in the model's ``state_dict``, and die with the parameter.
 
+A gradient's scale is one for E5M2 or for E4M3, as the recipe says, and those are a power of two apart. Where a recipe
+of the other format meets a parameter, its scale is moved there; else the gradients of one step would be clipped.
+
 They are saved and loaded on request (state_files.py). What is loaded is written into the tensors that exist, because a
 captured CUDA graph knows their addresses.
 """
@@ -29,9 +32,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
+from te_compile.recipe import FP32_MAX, Format
 
 ROLES = ("x", "w", "gradient")  # rows 0 and 1 of the forward tensor, row 0 of the backward tensor
 FORWARD_ROWS, BACKWARD_ROWS = 2, 1
+GRADIENT_MAX = Format.HYBRID.backward_max
+"""What a gradient's scale aims at before any recipe has said so, and in every file."""
 
 
 class StateError(ValueError):
@@ -49,6 +55,7 @@ class ParameterState:
     backward: Tensor
     forward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
     backward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
+    gradient_max: float = field(default=GRADIENT_MAX, repr=False)  # the FP8 number that the gradient's scale aims at
     trains: bool = field(default=False, repr=False)  # has a backward been announced?
     only_loaded: bool = field(default=False, repr=False)  # read from a file, and no compiled call has used it yet
 
@@ -72,6 +79,15 @@ class ParameterState:
         """L."""
         return self.forward.shape[1] - HISTORY
 
+    def backward_for(self, gradient_max: float) -> Tensor:
+        """``backward`` with a scale that aims at ``gradient_max``: itself where that is so, otherwise a copy."""
+        if gradient_max == self.gradient_max:
+            return self.backward
+        moved = self.backward.clone()
+        moved[:, SCALE] *= gradient_max / self.gradient_max  # a power of two: nothing is rounded, and 0 stays 0
+        moved[:, SCALE].clamp_(max=FP32_MAX)
+        return moved
+
 
 # --- lookup --------------------------------------------------------------------------------------------------------
 
@@ -80,10 +96,13 @@ class ParameterState:
 _states: dict[int, dict[int, ParameterState]] = {}
 
 
-def state_of(parameter: Tensor, history_length: int, *, training: bool = False) -> ParameterState:
+def state_of(
+    parameter: Tensor, history_length: int, *, training: bool = False, gradient_max: float = GRADIENT_MAX
+) -> ParameterState:
     """The state of ``parameter`` for a history of this length, made now if there is none, on the parameter's device.
 
-    training: a backward will follow, so from here on the gradient's row, too, is waited for.
+    training: a backward will follow, so from here on the gradient's row, too, is waited for. gradient_max: the largest
+    number of the FP8 type in which that backward quantises gradients.
     A fake parameter (a compiler's dry run) gets a fake state that nobody keeps.
     """
     state = existing_state(parameter, history_length)
@@ -95,6 +114,8 @@ def state_of(parameter: Tensor, history_length: int, *, training: bool = False) 
     elif state.forward.device != parameter.device:
         _move(state, parameter)
     state.only_loaded = False
+    if training and state.gradient_max != gradient_max:
+        _aim(state, gradient_max)
     if training and not state.trains:
         state.trains = True
         _await_scales(state, "backward")
@@ -147,6 +168,13 @@ def _require_no_other_loaded(parameter: Tensor, history_length: int) -> None:
             f"amax_history_len={next(iter(by_length))}, but the recipe asks for {history_length}; "
             "choose the recipe that the state was saved with"
         )
+
+
+def _aim(state: ParameterState, gradient_max: float) -> None:
+    """Make the gradient's scale one for another FP8 type, in place."""
+    with torch.inference_mode(False), torch.no_grad():
+        state.backward.copy_(state.backward_for(gradient_max))
+    state.gradient_max = gradient_max
 
 
 def _move(state: ParameterState, parameter: Tensor) -> None:
@@ -269,7 +297,10 @@ def drop_unused(parameter: Tensor) -> None:
 
 
 def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
-    """Give ``parameter`` these states, fp32 [2, 2 + L] and [1, 2 + L]: in place if there are any of this length."""
+    """Give ``parameter`` these states, fp32 [2, 2 + L] and [1, 2 + L]: in place if there are any of this length.
+
+    The scale in ``backward`` aims at ``GRADIENT_MAX``.
+    """
     history_length = forward.shape[1] - HISTORY
     state = existing_state(parameter, history_length)
     if state is None:
@@ -278,6 +309,7 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
         state.forward.copy_(forward)
         state.backward.copy_(backward)
+    state.gradient_max = GRADIENT_MAX
     _looks.clear()  # what is on its way from the device was read before
     for number, direction, loaded in (
         (state.forward_number, "forward", forward),

@@ -4,6 +4,7 @@
     te_compile.load_state(model, "fp8.safetensors")     # before or after the first compiled call
 
 A state is two entries, ``<parameter name>.forward`` and ``<parameter name>.backward`` (state.py says what they hold).
+A gradient's scale is always written as one for E5M2, so that a training may go on with another format.
 Loading checks everything before it changes anything, and an error names every entry that does not fit.
 """
 
@@ -27,6 +28,7 @@ from te_compile.parameter_names import parameters_by_name
 from te_compile.state import (
     BACKWARD_ROWS,
     FORWARD_ROWS,
+    GRADIENT_MAX,
     StateError,
     drop_unused,
     overwrite,
@@ -51,7 +53,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         for name, suffix, state in states_by_name(model):
             entries[f"{name}.forward{suffix}"] = state.forward.to("cpu", copy=True)
-            entries[f"{name}.backward{suffix}"] = state.backward.to("cpu", copy=True)
+            entries[f"{name}.backward{suffix}"] = state.backward_for(GRADIENT_MAX).to("cpu", copy=True)
     return entries
 
 

@@ -41,6 +41,21 @@ def test_a_parameter_has_one_state_for_each_history_length() -> None:
     assert (state.history_length, other.history_length) == (5, 7)
 
 
+def test_a_gradients_scale_follows_the_format_of_the_recipe() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, LENGTH, training=True)
+    fill(state)
+    before = state.backward.clone()
+    assert state_of(parameter, LENGTH, gradient_max=448.0).backward is state.backward
+    assert torch.equal(state.backward, before), "inference asks for no gradients"
+    tensor = state.backward
+    assert state_of(parameter, LENGTH, training=True, gradient_max=448.0).backward is tensor
+    assert torch.equal(tensor[:, 0], before[:, 0] / 128) and torch.equal(tensor[:, 1:], before[:, 1:])
+    assert torch.equal(state.backward_for(57344.0), before), "what is written to a file"
+    state_of(parameter, LENGTH, training=True)
+    assert torch.equal(tensor, before)
+
+
 def test_equal_parameters_have_states_of_their_own() -> None:
     values = torch.rand(3, 4)
     one, other = nn.Parameter(values), nn.Parameter(values)

@@ -74,7 +74,7 @@ def _remembered(names: KnownNames, recipe: Recipe) -> list[TensorStatistics]:
             found = None
             if role == "w" and scale > 0 and parameter.device.type != "meta":
                 found = figures(parameter, kept.scale[1], recipe.fp8_format.forward)
-            fp8_max = _fp8_max(recipe, role)
+            fp8_max = kept.gradient_max if role == "gradient" else recipe.fp8_format.forward_max
             rows.append(statistics_of(name, role, scale, fp8_max, int(skipped), amax or None, found))
     return rows
 

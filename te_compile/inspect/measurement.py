@@ -106,7 +106,7 @@ class _Graph:
 
     def __init__(self, gm: GraphModule, signature: Signature, chosen: Options, mode: Measuring, plan: Plan) -> None:
         self.gm, self.signature, self.mode = gm, signature, mode
-        self.history = history_length(chosen.recipe)
+        self.history, self.gradient_max = history_length(chosen.recipe), chosen.recipe.fp8_format.backward_max
         placeholders = gm.graph.find_nodes(op="placeholder")
         stateful = bool(signature.weights) and signature.stateful
         added = len(signature.weights) * (1 + signature.training) + signature.training if stateful else 0
@@ -128,7 +128,7 @@ class _Graph:
             return []
         found = [state.existing_state(weight, self.history) for weight in weights]
         pairs = [
-            (each.forward, each.backward) if each is not None else self._empty(weight)
+            (each.forward, each.backward_for(self.gradient_max)) if each is not None else self._empty(weight)
             for weight, each in zip(weights, found, strict=True)
         ]
         states = [forward for forward, _ in pairs]

@@ -110,6 +110,15 @@ def test_the_state_tells_amax_scale_and_headroom_of_every_tensor(fresh_dynamo: N
     assert rows["down.weight", "w"].amax == pytest.approx(float(model.down.weight.detach().abs().amax()))
 
 
+def test_the_state_knows_which_format_its_gradients_have(fresh_dynamo: None) -> None:
+    model, x = Block(), torch.randn(16, 16)
+    compiled(model, recipe="delayed fp8_format=E4M3")(x).backward()
+    assert all(row.headroom == pytest.approx(0.0, abs=1e-3) for row in te_compile.stats(model).rows)
+    measured = te_compile.stats(model, x, options={"recipe": "delayed fp8_format=E4M3"})
+    assert all(row.overflow == 0 for row in measured.rows)
+    assert all(row.overflow == 0 for row in te_compile.stats(model, x).rows), "measured with the other format"
+
+
 def test_skipped_amaxes_are_counted(fresh_dynamo: None) -> None:
     model = Block().eval()
     fast = compiled(model)
