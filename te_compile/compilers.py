@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
+from te_compile import __version__
 from te_compile.kernels import native
 from te_compile.ops import registry
 from te_compile.options import Options
@@ -46,7 +47,8 @@ class JointPasses(CustomGraphPass):
     """The joint passes, in the form that keeps Inductor's and AOTAutograd's caches on.
 
     An equal ``uuid`` lets a cached result stand in for running the passes, so it covers all that the result depends on
-    besides the graph: our sources, the options, the recipe, and which implementations there are to choose from.
+    besides the graph: our version and sources, the options, the recipe, and which implementations there are to choose
+    from.
     """
 
     def __init__(self, compilation: Compilation) -> None:
@@ -61,7 +63,8 @@ class JointPasses(CustomGraphPass):
     def uuid(self) -> str:
         """What the result depends on besides the graph."""
         available = f"{registry.offers()} {native.missing(cuda=True)}"
-        return f"te_fp8 {source_fingerprint()} {available} {self.compilation.recipe} {self.compilation.options}"
+        ours = f"te_fp8 {__version__} {source_fingerprint()}"  # the version for the C++ core, which has no sources here
+        return f"{ours} {available} {self.compilation.recipe} {self.compilation.options}"
 
 
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:

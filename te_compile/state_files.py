@@ -11,7 +11,6 @@ Loading checks everything before it changes anything, and an error names every e
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, nn
 
+from te_compile import __version__
 from te_compile.ops.scaling import HISTORY
 from te_compile.parameter_names import parameters_by_name
 from te_compile.state import (
@@ -185,7 +185,7 @@ def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     metadata = {
         "format": FILE_FORMAT,
         "format_version": FILE_VERSION,
-        "te_compile_version": _version(),
+        "te_compile_version": __version__,  # for people who look into a file
         "history_length": ",".join(map(str, lengths)),
     }
     path = Path(path)
@@ -231,7 +231,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if version != FILE_VERSION:
         raise StateError(
             f"{path}: found version {version!r} of the format, written by te_compile "
-            f"{metadata.get('te_compile_version')}; this te_compile {_version()} reads version {FILE_VERSION!r}"
+            f"{metadata.get('te_compile_version')}; this te_compile {__version__} reads version {FILE_VERSION!r}"
         )
     return tensors
 
@@ -244,11 +244,3 @@ def _contents_of(path: Path) -> str:
     if start == b"PK\x03\x04":
         return f"a zip archive of {size} bytes, as torch.save writes them"
     return f"{size} bytes, the file is truncated or foreign" if size else "an empty file"
-
-
-def _version() -> str:
-    """The installed version, for people who look into a file."""
-    try:
-        return importlib.metadata.version("te-compile")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

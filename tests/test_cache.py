@@ -123,6 +123,12 @@ def test_the_key_changes_with_what_there_is_to_choose_from(monkeypatch: pytest.M
     assert len(set(keys)) == 3
 
 
+def test_the_key_changes_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key_of()
+    monkeypatch.setattr(compilers, "__version__", "another")
+    assert key_of() != before
+
+
 def test_the_key_changes_with_any_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Editing, adding and renaming a file of the package each give another fingerprint."""
     package = tmp_path / "package"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import te_compile
 from te_compile import state
 from te_compile.passes import manager
 from te_compile.state_files import state_dict
@@ -345,8 +344,6 @@ def test_trainer_knows_the_backend_by_its_name_alone(tmp_path: Path, monkeypatch
     """Trainer passes no options; the environment does. Its accelerate knows other people's backends by a list."""
     model = tiny_llama()
     monkeypatch.setenv("TE_COMPILE_COMPILER", "aot_eager")
-    if hasattr(te_compile, "accept_in_accelerate"):
-        te_compile.accept_in_accelerate()
     records = trained_by_trainer(model, tmp_path, torch_compile=True, torch_compile_backend=BACKEND)
     assert sum(site.status == "fp8" for record in records for site in record.plan.sites) >= 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from te_compile import state
+from te_compile.backend import _own_copy, te_fp8
 from te_compile.passes import manager
 from tests.backend.models import Attention, Chain, L, Linear
 from tests.compiling import BACKEND, compiled, joint_of, te_nodes, train_step
@@ -90,6 +93,43 @@ def test_the_joint_graph_of_inductor_and_of_aot_eager_is_the_same() -> None:
         texts.append(counts)
         assert joint_of(records[0]) is not None
     assert texts[:2] == texts[2:]
+
+
+def test_dynamo_may_call_the_backend_again_with_the_graph_that_it_kept() -> None:
+    """It does so when it starts a frame over: nothing of the first call may be left in the graph."""
+    texts: list[str] = []
+
+    def twice(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        for _ in range(2):
+            texts.append(str(gm.graph))
+            compiled_graph = te_fp8(gm, example_inputs, options={"compiler": "aot_eager"})
+        return compiled_graph
+
+    model = Chain()
+    x = torch.randn(5, 32)
+    with manager.recording() as records:
+        _, got = train_step(model, torch.compile(model, backend=twice), x)
+    torch._dynamo.reset()
+    other = copy.deepcopy(model)
+    _, expected = train_step(other, compiled(other), x)
+    assert texts[0] == texts[1] and len(records) == 2
+    assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+
+
+def test_the_copy_that_is_rewritten_has_what_deepcopy_forgets() -> None:
+    """Names come from Dynamo's sources, and CUDA graphs learn from them which inputs stay where they are."""
+    copies: list[tuple[GraphModule, GraphModule]] = []
+
+    def keep(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        gm._param_name_to_source = {"a": "source"}
+        copies.append((gm, _own_copy(gm)))
+        return gm.forward
+
+    torch.compile(Chain(), backend=keep)(torch.randn(5, 32))
+    ((gm, copied),) = copies
+    assert copied is not gm and copied._param_name_to_source == gm._param_name_to_source
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), copied.graph.find_nodes(op="placeholder"), strict=True)
+    assert all(new is not old and new._dynamo_source == old._dynamo_source is not None for old, new in pairs)
 
 
 def test_an_installed_package_is_found_by_name_without_an_import() -> None:

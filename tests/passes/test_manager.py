@@ -1,0 +1,74 @@
+"""What surrounds each pass: its count and time, a lint right after it, texts for whoever listens, dumps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx import Graph
+
+from te_compile.passes import manager
+from te_compile.passes.manager import Compilation
+from te_compile.passes.plan import Plan
+
+
+def two_calls() -> Graph:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.sin, (graph.call_function(torch.neg, (x,)),)))
+    return graph
+
+
+def test_each_run_is_recorded_in_order_with_its_count_and_time() -> None:
+    compilation, graph = Compilation(Plan(), "delayed", ""), two_calls()
+    assert compilation.run("first", lambda: 3, graph) == 3
+    compilation.run("second", lambda: 0, graph)
+    assert [(each.name, each.count) for each in compilation.passes] == [("first", 3), ("second", 0)]
+    assert all(each.seconds >= 0 for each in compilation.passes)
+
+
+def test_a_pass_that_leaves_a_broken_graph_is_caught_at_once() -> None:
+    graph = two_calls()
+    _, neg, sin, _ = graph.nodes
+
+    def break_the_order() -> int:
+        sin.append(neg)  # now its argument comes after it
+        return 1
+
+    with pytest.raises(RuntimeError, match="before it has been defined"):
+        Compilation(Plan(), "delayed", "").run("break_the_order", break_the_order, graph)
+
+
+def test_texts_are_kept_for_whoever_listens_and_for_nobody_else() -> None:
+    def texts() -> tuple[str, str]:
+        compilation, graph = manager.begin(Plan(), "delayed", ""), two_calls()
+        neg = list(graph.nodes)[1]
+
+        def cos_for_neg() -> int:
+            neg.target = torch.cos
+            return 1
+
+        compilation.run("cos_for_neg", cos_for_neg, graph)
+        return compilation.passes[0].before, compilation.passes[0].after
+
+    assert texts() == ("", "")
+    with manager.recording() as outer:
+        with manager.recording() as inner:
+            before, after = texts()
+        texts()
+    assert "neg" in before and "cos" not in before and "cos" in after
+    assert (len(inner), len(outer)) == (1, 1)
+
+
+def test_ranks_dump_into_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_COMPILE_DEBUG", str(tmp_path))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for rank in (0, 3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        Compilation(Plan(), "delayed", "").run("a_pass", lambda: 0, two_calls())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank_0", "rank_3"]
+    (graph,) = (tmp_path / "rank_3").iterdir()
+    assert sorted(each.name for each in graph.iterdir()) == ["00_captured.txt", "01_a_pass.txt"]
