@@ -113,7 +113,8 @@ def summary(report: Report) -> list[str]:
     if totals["eligible_flops"]:
         flops = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
         share = f", {percent(report.fp8_flops_fraction)} of the eligible linear FLOPs ({flops})"
-    lines = [f"te_fp8: {totals['fp8']} of {totals['linears']} linears in FP8{share}"]
+    found = f"{totals['fp8']} of {totals['linears']} linears in FP8{share}"
+    lines = [f"te_fp8: {found if totals['linears'] else 'no linear in what torch.compile captured'}"]
     kept = [(totals[key], text) for key, text in KEPT.items() if totals[key]]
     if kept:
         lines.append(f"kept in high precision: {', '.join(f'{count} {text}' for count, text in kept)}")
