@@ -16,7 +16,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,14 +256,29 @@ def run(name: str, size: Size, device: torch.device, text: Tensor, folder: Path)
     return curves
 
 
-def main() -> int:
-    """Run the demo; returns the exit status."""
+def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked before minutes of training; argparse exits for what it refuses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="which of %(default)s")
     parser.add_argument("--steps", type=int, help="training steps for each variant")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    arguments.models = arguments.models.split(",")
+    unknown = [name for name in arguments.models if name not in MODELS]
+    if unknown:
+        parser.error(f"--models: unknown {', '.join(map(repr, unknown))}; choose from {', '.join(MODELS)}")
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: must be 1 or more")
+    kind = arguments.device.partition(":")[0]
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device {arguments.device}: choose cuda, where there is one, or cpu")
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    arguments = parsed(given)
     device = torch.device(arguments.device)
     size = LARGE if device.type == "cuda" else SMALL
     if arguments.steps is not None:
@@ -272,7 +287,7 @@ def main() -> int:
 
     text = standard_library_text()
     start = time.perf_counter()
-    results = {name: run(name, size, device, text, arguments.out) for name in arguments.models.split(",")}
+    results = {name: run(name, size, device, text, arguments.out) for name in arguments.models}
     good = [show_losses(name, curves, device.type == "cuda") for name, curves in results.items()]
     print()
     plot(results, arguments.out / "loss.png")

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.demo import BASELINE, GOAL, SMALL, Curve, batches, learning_rate, show_losses, standard_library_text
+from benchmarks.demo import (
+    BASELINE,
+    GOAL,
+    SMALL,
+    Curve,
+    batches,
+    learning_rate,
+    main,
+    parsed,
+    show_losses,
+    standard_library_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +77,37 @@ def test_learning_rate_rises_to_its_peak_then_falls() -> None:
 def test_final_loss_is_the_mean_of_the_last_tenth() -> None:
     losses = torch.rand(40).tolist()
     assert Curve(losses).final == pytest.approx(sum(losses[-4:]) / 4)
+
+
+@pytest.mark.slow
+def test_a_short_demo_ends_within_its_goal_and_leaves_curves_and_graphs(
+    fresh_dynamo: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both models and both recipes, as `make demo` runs them, for a fifth of the steps."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    assert main(["--steps", "40", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert "every FP8 loss is within 1.5% of high precision" in capsys.readouterr().out
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("GPT-2", "Llama"):
+        graph = (tmp_path / f"{name}-graph.txt").read_text()
+        assert graph.startswith("==== captured ====") and "te.fused_quantize" in graph
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--models", "GPT-2,BERT"], "unknown 'BERT'; choose from GPT-2, Llama"),
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--device", "tpu"], "--device tpu: choose cuda, where there is one, or cpu"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_trains(
+    given: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(given)
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
