@@ -70,7 +70,7 @@ def explain_config(request: Request, options: dict[str, Any]) -> Report:
     try:
         torch.set_default_dtype(request.dtype)
         with torch.device(request.device if fake is None else "meta"):
-            model = build().train(request.train)
+            model = _built(build, request).train(request.train)
         torch.set_default_dtype(before)
         if fake is not None:
             _make_fake(model, fake, request.device)
@@ -118,8 +118,11 @@ def _config(path: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(file))
     except (ValueError, KeyError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{path}: transformers cannot read this configuration: {first}") from None
+        raise ConfigError(f"{path}: transformers cannot read this configuration: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _builder(config: Any, request: Request) -> Callable[[], nn.Module]:
@@ -145,6 +148,15 @@ def _builder(config: Any, request: Request) -> Callable[[], nn.Module]:
         if type(config) in auto._model_mapping:
             return lambda: auto.from_config(config)
     raise ConfigError(f"{request.config}: names no architectures; choose a --task: {', '.join(TASKS)}")
+
+
+def _built(build: Callable[[], nn.Module], request: Request) -> nn.Module:
+    """What ``build`` makes; a constructor fails on sizes that do not fit each other, or for want of a package."""
+    try:
+        return build()
+    except Exception as error:
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        raise ConfigError(f"{request.config}: transformers cannot build this model: {why}") from error
 
 
 # --- an example call -----------------------------------------------------------------------------------------------

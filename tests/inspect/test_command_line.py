@@ -112,6 +112,8 @@ def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ".html, .json, .txt" in refused(capsys, "explain", directory, "--out", "report.pdf")
     assert "no directory" in refused(capsys, "explain", directory, "--out", tmp_path / "nowhere" / "report.html")
     assert "whole number above 0" in refused(capsys, "explain", directory, "--batch", "0")
+    uneven = {**TINY, "model_type": "bert", "architectures": ["BertModel"], "hidden_size": 33}
+    assert "cannot build this model: ValueError: " in refused(capsys, "explain", written(tmp_path, uneven))
     (tmp_path / "config.json").write_text("{")
     assert "cannot read this configuration" in refused(capsys, "explain", directory)
 
