@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from te_compile import state
 from te_compile.passes import manager
@@ -101,6 +102,24 @@ def test_a_device_that_is_no_gpu_and_no_cpu_is_left_alone_with_the_reason() -> N
     site, y = the_site(model, torch.randn(5, 32, device="meta"))
     assert site.cause is Cause.UNSUPPORTED and "'meta'" in site.reason
     assert y.is_meta and y.shape == (5, 48)
+
+
+@pytest.mark.parametrize("what", ["weight", "input", "what the weight is made from"])
+def test_a_tensor_that_holds_others_stays_in_high_precision_with_its_class(what: str) -> None:
+    class Turned(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.fc.weight * 2.0, self.fc.bias)
+
+    model = Linear() if what in ("weight", "input") else Turned()
+    x = torch.randn(5, 32)
+    if what == "input":
+        x = TwoTensor(x, x.clone())
+    else:
+        model.fc.weight = nn.Parameter(TwoTensor(model.fc.weight.detach(), model.fc.weight.detach().clone()))
+    site, y = the_site(model, x)
+    assert site.cause is Cause.UNSUPPORTED and "a TwoTensor" in site.reason
+    expected = model(x)
+    torch.testing.assert_close(y.a, expected.a)
 
 
 def test_a_weight_that_is_computed_from_the_input_stays_in_high_precision_with_the_reason() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -299,6 +303,30 @@ def test_data_parallel_ranks_agree_on_gradients_and_if_asked_on_amaxes(reduce_am
     for name, entry in first["state"].items():
         agree = torch.equal(entry, second["state"][name])
         assert agree is reduce_amax, name
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone: parameters become DTensors on it as on any other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_tensor_parallel_linears_stay_and_the_others_run_in_fp8(one_rank: DeviceMesh) -> None:
+    """A DTensor has rules for the operators of PyTorch and for none of ours, the norm before it included."""
+    model = Stack(layers=1)
+    plan = {"norm": SequenceParallel(), "q": ColwiseParallel(), "k": ColwiseParallel()}
+    _, expected = train_step(model, model, torch.ones(2, 4, 32))
+    parallelize_module(model.blocks[0], one_rank, plan)
+    with manager.recording() as records:
+        _, got = train_step(model, compiled(model), torch.ones(2, 4, 32))
+    causes = {site.name.rpartition(".")[2]: site.reason for record in records for site in record.plan.sites}
+    assert {name for name, reason in causes.items() if "DTensor" in reason} == {"q", "k"}
+    assert not causes["up"] and not causes["down"]
+    for name, gradient in expected.items():
+        whole = got[name].full_tensor() if isinstance(got[name], DTensor) else got[name]
+        assert gradient.dim() < 2 or cosine(whole, gradient) > 0.97, name
 
 
 # --- Trainer -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _UNKNOWN_SIZE = 4096  # what a size that no example shows is taken for, in reports and in the cost model
 _IN_PLACE_OPERATORS = {
@@ -32,6 +33,15 @@ def value_of(node: Any) -> Any:
 def is_tensor(node: Any) -> TypeGuard[Node]:
     """Is ``node`` a node that holds one tensor?"""
     return isinstance(node, Node) and isinstance(value_of(node), Tensor)
+
+
+def wrapped_kind(node: Any) -> str:
+    """The class of a tensor that holds others, as a DTensor does, by its name; "" for a plain one.
+
+    Such a class says itself what each operator means for it, and knows none of ours.
+    """
+    value = value_of(node) if isinstance(node, Node) else None
+    return type(value).__name__ if is_traceable_wrapper_subclass(value) else ""
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:

@@ -42,7 +42,7 @@ from te_compile.passes.attention_scores import (
     same_sizes,
     scores_behind,
 )
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind, writes
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import SWALLOWS, hides_no_row
@@ -398,7 +398,7 @@ def recognise_attention(graph: Graph) -> int:
     count = 0
     left = transforms_around(graph)
     for softmax in list(graph.nodes):
-        if not _is_softmax(softmax) or softmax in left:
+        if not _is_softmax(softmax) or softmax in left or wrapped_kind(softmax):
             continue
         try:
             found = _found(softmax)

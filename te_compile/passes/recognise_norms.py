@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from te_compile.ops.norm import LAYER, NORM, RMS, RMS_FLOAT, RMS_MIXED, RMS_OFFSET, output_dtype
-from te_compile.passes.captured_nodes import argument, value_of, writes, written_by
+from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind, writes, written_by
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import is_border
@@ -272,6 +272,11 @@ def _stays_in_place(norm: Norm) -> bool:
     return not _written(norm.x)
 
 
+def _is_plain(norm: Norm) -> bool:
+    """Is every operand an ordinary tensor, and none sharded over ranks?"""
+    return not any(map(wrapped_kind, (norm.x, norm.weight, norm.bias)))
+
+
 def _same_dtype(norm: Norm) -> bool:
     """Does ``te::norm`` return the dtype that the model got?"""
     weight = None if norm.weight is None else _dtype(norm.weight)
@@ -331,7 +336,7 @@ def recognise_norms(graph: Graph) -> int:
     """Replace each norm over the last dimension whose result feeds a linear by ``te::norm``; returns how many."""
     count = 0
     for norm in _norms(graph):
-        if feeds_linear(norm.result) and _same_dtype(norm) and _stays_in_place(norm):
+        if _is_plain(norm) and feeds_linear(norm.result) and _same_dtype(norm) and _stays_in_place(norm):
             _rewrite(graph, norm)
             count += 1
     return count

@@ -17,7 +17,7 @@ from torch.fx import Node
 from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.captured_nodes import value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.speed import gain_microseconds
 from te_compile.passes.weight_expressions import DTYPES
@@ -90,6 +90,15 @@ def by_router(site: Site, options: Options) -> Verdict:
     return None
 
 
+def by_kind(site: Site, options: Options) -> Verdict:
+    """Sharded and otherwise wrapped tensors have rules for the operators that they know."""
+    for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
+        kind = wrapped_kind(node)
+        if kind:
+            return Cause.UNSUPPORTED, f"its {what} is a {kind}, for which FP8 operators have no rule"
+    return None
+
+
 def by_dtype(site: Site, options: Options) -> Verdict:
     """FP8 copies are made of the three floating dtypes that models compute in."""
     for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
@@ -151,7 +160,7 @@ def by_cost(site: Site, options: Options) -> Verdict:
     return Cause.RULE, f"too small to gain: {loss}; cost_model=False forces it"
 
 
-RULES = (by_user, by_head, by_router, by_size, by_dtype, by_shape, by_device, by_cost)
+RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device, by_cost)
 """Asked in this order: what the user said first, support before speed."""
 
 _WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)

@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
-from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, written_by
+from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, wrapped_kind, written_by
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
 
@@ -163,6 +163,8 @@ class Weights:
         if not owned:
             raise NotAWeightError("its weight is not a parameter of the model, so it has no lasting FP8 state")
         for leaf in owned:
+            if nodes and wrapped_kind(leaf):
+                raise NotAWeightError(f"its weight is made from a {wrapped_kind(leaf)}")
             if nodes and value_of(leaf).dtype not in DTYPES:
                 raise NotAWeightError(f"its weight is made from a parameter of {value_of(leaf).dtype}")
         return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
