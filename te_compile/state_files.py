@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,8 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         for name, suffix, state in states_by_name(model):
             entries[f"{name}.forward{suffix}"] = state.forward.to("cpu", copy=True)
             entries[f"{name}.backward{suffix}"] = state.backward_for(GRADIENT_MAX).to("cpu", copy=True)
+    if not entries:
+        _require_whole(model, parameters_by_name(model).values())
     return entries
 
 
@@ -68,6 +70,7 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
         raise StateError(f"the FP8 state is of type {kind}, must be what te_compile.state_dict returns")
     pairs, problems = _paired(tensors)
     placed, unplaced = _placed(model, pairs)
+    _require_whole(model, [pair.parameter for pair in placed])
     problems += [f"unexpected entry {entry!r}: the model has no such parameter" for entry in unplaced if strict]
     problems += [f"missing entry {entry!r}" for entry in _not_covered(model, placed) if strict]
     problems += _conflicts(placed)
@@ -79,6 +82,16 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
         drop_unused(pair.parameter)
     for pair in placed:
         overwrite(pair.parameter, pair.forward, pair.backward)
+
+
+def _require_whole(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where FSDP has put shards in the place of ``parameters``: state is that of the whole ones, which ran."""
+    is_sharded = any(base.__name__ == "FSDPModule" for each in model.modules() for base in type(each).__mro__)
+    if is_sharded and any(hasattr(each, "device_mesh") and not states_of(each) for each in parameters):
+        raise StateError(
+            "the parameters are FSDP's shards, and FP8 state is that of the whole ones: call unshard() on every "
+            "FSDPModule before, on all ranks, and reshard() after"
+        )
 
 
 @dataclass

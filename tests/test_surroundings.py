@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from te_compile import state
 from te_compile.passes import manager
-from te_compile.state_files import state_dict
+from te_compile.state import StateError
+from te_compile.state_files import load_state_dict, state_dict
 from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step
 from tests.emulation import emulated
 
@@ -327,6 +329,32 @@ def test_tensor_parallel_linears_stay_and_the_others_run_in_fp8(one_rank: Device
     for name, gradient in expected.items():
         whole = got[name].full_tensor() if isinstance(got[name], DTensor) else got[name]
         assert gradient.dim() < 2 or cosine(whole, gradient) > 0.97, name
+
+
+def test_blocks_under_fsdp_run_in_fp8_and_their_state_is_that_of_the_whole_parameters(one_rank: DeviceMesh) -> None:
+    model = Stack()
+    plain, x = copy.deepcopy(model), torch.randn(6, 32)
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=one_rank)
+    for block in model.blocks:
+        block.compile(backend=BACKEND, options={"compiler": "aot_eager"})
+    for _ in range(2):
+        _, got = train_step(model, model, x)
+    _, expected = train_step(plain, plain, x)
+    assert all(cosine(got[name].full_tensor(), g) > 0.97 for name, g in expected.items() if g.dim() > 1)
+
+    with pytest.raises(StateError, match=r"unshard\(\) on every FSDPModule"):
+        state_dict(model)
+    wrapped = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    for each in wrapped:
+        each.unshard()
+    saved = state_dict(model)
+    assert len(saved) == 2 * 8 and all(entry[:, 0].all() for entry in saved.values())
+    load_state_dict(model, saved)
+    for each in wrapped:
+        each.reshard()
+    with pytest.raises(StateError, match="shards"):
+        load_state_dict(model, saved)
 
 
 # --- Trainer -------------------------------------------------------------------------------------------------------
