@@ -341,15 +341,26 @@ def test_a_non_finite_gradient_is_counted_and_harms_no_scale() -> None:
     assert state.skipped_counts(model)["fc.weight"] == {"x": 0, "w": 0, "gradient": 1}
 
 
-def test_a_loss_scaler_sees_the_overflow_and_training_goes_on() -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("overflow", [float("inf"), -float("inf")])
+def test_a_loss_scaler_sees_the_overflow_and_training_goes_on(overflow: float, steps_before: int, recipe: str) -> None:
     """fp16 with a loss scale that overflows: the gradients say so, the step after is as if it had not been."""
     model = Linear(dtype=torch.float16)
-    fast = compiled(model)
-    x = torch.randn(4, 32, dtype=torch.float16)
-    y = fast(x)
-    y.backward(torch.full_like(y, float("inf")))
-    assert not model.fc.weight.grad.isfinite().all()
+    fast = compiled(model, recipe=recipe)
+    x = torch.randn(4, 32, dtype=torch.float16, requires_grad=True)
+    for _ in range(steps_before):
+        train_step(model, fast, x)
     model.zero_grad()
+    x.grad = None
+    y = fast(x)
+    gradient = torch.randn_like(y)
+    gradient[2, 3] = overflow
+    y.backward(gradient)
+    assert model.fc.weight.grad.isfinite().all(1).logical_not().nonzero().tolist() == [[3]]
+    assert x.grad.isfinite().all(1).logical_not().nonzero().tolist() == [[2]]
+    model.zero_grad()
+    x = x.detach()
     reference = emulated(model, lambda name, module: True)
     _, expected = train_step(reference, reference, x)
     _, got = train_step(model, fast, x)

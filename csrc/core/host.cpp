@@ -12,7 +12,7 @@ namespace {
 
 template <typename Format>
 void quantize(const float* x, int64_t count, float scale, uint8_t* q) {
-  for (int64_t i = 0; i < count; ++i) q[i] = Format::encode(x[i] * scale);
+  for (int64_t i = 0; i < count; ++i) q[i] = Format::encode(scaled(x[i], scale));
 }
 
 template <typename Format>

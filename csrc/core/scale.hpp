@@ -29,6 +29,13 @@ inline ScaleFormula formula_of(const te_scale_rule& rule) {
 
 TE_HOST_DEVICE inline bool is_finite(float value) { return value - value == 0.0f; }
 
+/// value * scale, and NaN where value is infinite: a cast would make the largest number of it and hide an overflow. A
+/// finite value whose product overflows stays.
+TE_HOST_DEVICE inline float scaled(float value, float scale) {
+  const float product = value * scale;
+  return fmaf(value, 0.0f, product);
+}
+
 TE_HOST_DEVICE inline float scale_of(float amax, const ScaleFormula& formula) {
   constexpr float kSmallestNormal = 1.17549435082228750797e-38f;
   constexpr float kLargest = 3.40282346638528859812e+38f;

@@ -331,7 +331,8 @@ __device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, i
       }
       const float2 first = P::floats(result.pairs[0]);
       const float2 second = P::floats(result.pairs[1]);
-      rows[i] = codes_of({first.x * used, first.y * used, second.x * used, second.y * used});
+      rows[i] = codes_of(
+          {scaled(first.x, used), scaled(first.y, used), scaled(second.x, used), scaled(second.y, used)});
       if (Whole ? exist : row < rows_here) {
         if (store_q) *reinterpret_cast<uint32_t*>(q) = rows[i];
         if (Emit) *reinterpret_cast<uint2*>(y) = *reinterpret_cast<const uint2*>(&result);

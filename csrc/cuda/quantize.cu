@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < kVector; j += 2) {
       largest = fmaxf(largest, fmaxf(magnitude_of(values[j]), magnitude_of(values[j + 1])));
-      const float2 pair = make_float2(values[j] * used, values[j + 1] * used);
+      const float2 pair = make_float2(scaled(values[j], used), scaled(values[j + 1], used));
       const uint32_t two = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, format);
       packed[j / 4] |= two << (j % 4 * 8);
     }

@@ -6,7 +6,7 @@
  * Conventions, the same on host and device:
  *   - A matrix is row-major. Sizes and leading dimensions count elements.
  *   - A scale multiplies the high-precision value before the cast; a scale_inv multiplies the FP8 value after it.
- *   - The cast is saturate(x * scale) rounded to nearest even; NaN stays NaN.
+ *   - The cast is saturate(x * scale) rounded to nearest even, and NaN where x is NaN or infinite.
  *   - amax is the largest magnitude of the input, and infinite if any element is NaN or infinite.
  *   - Device functions only enqueue work on `stream` (a cudaStream_t) of `device`; they never synchronise, except that
  *     te_cublaslt_gemm times candidate algorithms once per new shape, and never while the stream is being captured.

@@ -39,6 +39,7 @@ from te_compile.kernels.quantize import (
     rounded,
     rule_constants,
     scale_in_use,
+    scaled,
     store_quarter,
     store_tile,
     store_words,
@@ -195,7 +196,12 @@ def _norm_kernel(
                 store_quarter(y, second.to(Y), 1, tile_m, tile_k, word, k, rows, columns)
                 store_quarter(y, third.to(Y), 2, tile_m, tile_k, word, k, rows, columns)
                 store_quarter(y, fourth.to(Y), 3, tile_m, tile_k, word, k, rows, columns)
-            first, second, third, fourth = first * used, second * used, third * used, fourth * used
+            first, second, third, fourth = (
+                scaled(first, used),
+                scaled(second, used),
+                scaled(third, used),
+                scaled(fourth, used),
+            )
             if ROWWISE:
                 store_tile(q, first, second, third, fourth, tile_m, tile_k, word, k, rows, columns, E5M2)
             if COLUMNWISE:

@@ -243,7 +243,7 @@ from te_compile.kernels.pointwise import (
     expm1, log1p, one_less_tanh_squared, one_plus_tanh, power, read_column, read_full, read_row, sigmoid, tanh, whole,
 )
 from te_compile.kernels.quantize import (
-    fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use,
+    fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use, scaled,
 )
 
 
@@ -347,7 +347,7 @@ def _quarters(spec: Spec, leaving: list[str], arguments: str) -> dict[str, str]:
             f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, ROWS // 4, COLUMNS,",
             ")",
         ]
-        cast += [f"scaled{j} = {spec.quantized}_{j} * used"]
+        cast += [f"scaled{j} = scaled({spec.quantized}_{j}, used)"]
         store += [f"tl.store(e{i} + at{j}, {r.value}_{j}, mask=inside{j})" for i, r in enumerate(spec.emitted)]
         store += ["if ROWWISE:", f"    tl.store(q + at{j}, fp8_codes(scaled{j}, E5M2), mask=inside{j})"]
     sums = [

@@ -47,7 +47,8 @@ E5M2_MAX = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
 ALIGNMENT = 16  # what the rows of qᵀ are padded to
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter reads no assembly
-# Four fp32 numbers to four codes. The instruction rounds to nearest even, saturates (infinity too) and keeps NaN.
+# Four fp32 numbers to four codes. The instruction rounds to nearest even, saturates (infinity too, see ``scaled``) and
+# keeps NaN.
 _ASSEMBLY = (
     "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; cvt.rn.satfinite.{0}x2.f32 high, $4, $3; "
     "mov.b32 $0, {{low, high}}; }}"
@@ -125,8 +126,15 @@ def must_measure(scale):
 
 
 @triton.jit
+def scaled(value, scale):
+    """``value · scale``, and NaN where ``value`` is infinite: a cast would make the largest number of it, and whoever
+    looks for an overflow, a loss scaler above all, would find none. A finite value whose product overflows stays."""
+    return tl.fma(value, 0.0, value * scale)
+
+
+@triton.jit
 def fp8_codes(value, E5M2: tl.constexpr):
-    """fp32 → FP8 codes as uint8: saturating, nearest even, NaN stays NaN."""
+    """fp32, from ``scaled``, to FP8 codes as uint8: saturating, nearest even, NaN stays NaN."""
     if INTERPRETED:
         codes = _interpreted_codes(value, E5M2)
     elif E5M2:
@@ -279,7 +287,7 @@ def _quantize_kernel(
     word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
     first, second, third, fourth = load_tile(x, tile_m, tile_k, word, k, rows, columns, stride_m, stride_k)
     largest = largest_of_four(first, second, third, fourth)
-    first, second, third, fourth = first * used, second * used, third * used, fourth * used
+    first, second, third, fourth = scaled(first, used), scaled(second, used), scaled(third, used), scaled(fourth, used)
     if ROWWISE:
         store_tile(q, first, second, third, fourth, tile_m, tile_k, word, k, rows, columns, E5M2)
     if COLUMNWISE:

@@ -34,6 +34,7 @@ from te_compile.kernels.quantize import (
     record_amax,
     rule_constants,
     scale_from_amax,
+    scaled,
     store_tile,
     store_words,
 )
@@ -110,7 +111,7 @@ def _quantize_kernel(
     word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
     first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
     largest = largest_of_four(first, second, third, fourth)
-    first, second, third, fourth = first * used, second * used, third * used, fourth * used
+    first, second, third, fourth = scaled(first, used), scaled(second, used), scaled(third, used), scaled(fourth, used)
     if q_start >= 0:
         codes = q + tl.multiple_of(q_start, 16)
         store_tile(codes, first, second, third, fourth, tile_m, tile_k, word, k, rows, columns, E5M2)

@@ -1,6 +1,6 @@
 """``te::quantize``: a matrix to FP8, in the layouts that its GEMMs read.
 
-    q      = saturate(x · s) rounded to nearest even           [M, K]
+    q      = saturate(x · s) rounded to nearest even; NaN where x is not finite    [M, K]
     qt     = qᵀ, padded with zeros to a multiple of 16 columns  [K, ceil16(M)]
     amax   = max |x|, infinite if any element is not finite     []
     scale_inv = 1 / s                                           []
@@ -43,9 +43,13 @@ def effective_scale(scale: Tensor | None, amax: Tensor, rule: ScaleRule, dtype: 
 
 
 def cast_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x · scale`` in fp32, saturated to ±max of ``dtype`` (NaN stays NaN), rounded to nearest even."""
+    """``x · scale`` in fp32, saturated to ±max of ``dtype``, rounded to nearest even; NaN where x is NaN or infinite.
+
+    An infinity that became a number would hide an overflow from whoever looks for it, a loss scaler above all.
+    """
     largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    saturated = (x.float() * scale).clamp(-largest, largest)
+    return torch.where(x.isinf(), torch.nan, saturated).to(dtype)
 
 
 def transposed_reference(q: Tensor) -> Tensor:

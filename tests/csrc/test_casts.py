@@ -107,14 +107,15 @@ def test_subnormal_codes_are_reached_and_exact(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_what_is_too_large_saturates_and_nan_stays_nan(dtype: torch.dtype) -> None:
+def test_what_is_too_large_saturates_and_what_is_not_finite_becomes_nan(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    x = torch.tensor([largest * 1.01, -largest * 100, 3e38, math.inf, -math.inf, math.nan, -0.0])
-    q = cast_by_core(x, 1.0, dtype)[0]
-    values = q.view(dtype).float()
-    assert values[:5].tolist() == [largest, -largest, largest, largest, -largest]
-    assert values[5].isnan()
-    assert q[6].item() == 0x80
+    x = torch.tensor([largest * 1.01, -largest * 100, 3e38, -3e38, -0.0, math.inf, -math.inf, math.nan])
+    for scale in (1.0, 1e10):  # with which finite numbers overflow in fp32
+        q = cast_by_core(x, scale, dtype)[0]
+        values = q.view(dtype).float()
+        assert values[:4].tolist() == [largest, -largest, largest, -largest]
+        assert q[4].item() == 0x80
+        assert values[5:].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

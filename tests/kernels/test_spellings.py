@@ -15,7 +15,8 @@ GELU = (
     "t1 = mul(x0, x0); t2 = mul(t1, x0); t3 = mul(t2, 0.044715); t4 = add(x0, t3); t5 = mul(t4, 0.7978845608028654); "
     "t6 = tanh(t5); t7 = {one_plus}; t8 = mul(t0, t7); quantize t8"
 )
-GELU_BACKWARD = "x0: float32[M, K]; t0 = tanh(x0); t1 = add(t0, 1); t2 = mul(t0, t0); t3 = sub(1, t2); t4 = mul(t1, t3); quantize t4"
+GELU_BACKWARD = """x0: float32[M, K]; t0 = tanh(x0); t1 = add(t0, 1); t2 = mul(t0, t0); t3 = sub(1, t2);
+t4 = mul(t1, t3); quantize t4""".replace("\n", " ")
 SILU = "x0: float32[M, K]; t0 = neg(x0); t1 = exp(t0); t2 = {one_plus}; t3 = div(x0, t2); quantize t3"
 
 

@@ -72,12 +72,13 @@ def test_every_fp8_number_survives_and_ties_go_to_the_even_code(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_what_is_too_large_saturates_and_nan_stays_nan(dtype: torch.dtype) -> None:
+def test_what_is_too_large_saturates_and_what_is_not_finite_becomes_nan(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    x = torch.tensor([[largest * 2, -largest * 1e9, float("inf"), float("-inf"), float("nan"), 1.0]])
-    q, *_ = quantize(x, torch.ones(()), dtype)
-    assert q.float()[0, :4].tolist() == [largest, -largest, largest, -largest]
-    assert q.float()[0, 4].isnan() and q.float()[0, 5] == 1
+    x = torch.tensor([[largest * 2, -largest * 1e9, 3e38, -3e38, 1.0, float("inf"), float("-inf"), float("nan")]])
+    for scale in (1.0, 1e10):  # with which finite numbers overflow in fp32
+        q, *_ = quantize(x, torch.tensor(scale), dtype)
+        assert q.float()[0, :4].tolist() == [largest, -largest, largest, -largest]
+        assert q.float()[0, 5:].isnan().all() and q.float()[0, 4] == min(scale, largest)
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
