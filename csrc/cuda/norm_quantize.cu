@@ -1,7 +1,9 @@
 // te_cuda_norm_quantize: a row norm and the FP8 codes of its result, reading x once.
 //
-// Bytes, for x [M, K] of two-byte elements: 2 M K in, M K out for q and M K for qt; 2 M K more for y. 8192 x 4096 moves
-// 128 MiB, 31 us at 4.27 TB/s.
+// Bytes, for x [M, K] of two-byte elements: 2 M K in, M K out for q and M K for qt; 2 M K more for y. An H200 copies
+// 4.27 TB/s, which allows 31 us for 8192 x 4096 and 126 us for 8192 x 16384. This takes 46 and 161 us for an RMS norm,
+// 49 and 184 us for a layer norm: warps wait for each other's latencies, not for memory (half of the issue slots are
+// empty, and an instruction more for each element shows).
 //
 // A row must be known whole before its first code is written, and a run of qt wants 32 rows, one memory sector:
 // together too much for a block. So a cluster of blocks shares 32 rows, each block holding its part of the columns in

@@ -1,8 +1,14 @@
 """A row norm and the quantize of its result by the C++ core: x is read once, by clusters of blocks that share rows.
 
 csrc/cuda/norm_quantize.cu has the design and the byte counts. It serves what a transformer's norms are on a GPU with
-clusters (Hopper and data-centre Blackwell): two-byte activations, rows of up to 16384 elements. The rest is Triton's
-(kernels/norm.py), which reads x twice.
+clusters (Hopper and data-centre Blackwell): two-byte activations, rows of up to 16384 elements, a scale that is known.
+The rest is Triton's (kernels/norm.py), which reads x twice. In one run on an H200, for 8192 × 4096 and 8192 × 16384:
+
+                    this           Triton
+    RMS norm        46, 161 µs     58, 213 µs
+    layer norm      49, 184 µs     64, 218 µs
+
+Current scaling has to read x twice in any form, and there Triton's took 80 and 295 µs, this one 85 and 307.
 """
 
 from __future__ import annotations
@@ -46,6 +52,8 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
     y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
     if y_dtype != x.dtype:
         raise Unsupported(f"y is {y_dtype} and x is {x.dtype}")
+    if arguments["scale"] is None:
+        raise Unsupported("current scaling reads x twice in any form, and Triton's is the faster one")
     columns = x.shape[1]
     if not isinstance(columns, int):
         raise Unsupported("the length of a row is not known at compile time")

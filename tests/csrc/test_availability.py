@@ -114,6 +114,7 @@ def norm_arguments(**changes: Any) -> dict[str, Any]:
         "weight": torch.empty(128, dtype=torch.bfloat16, device="meta"),
         "bias": None,
         "kind": "rms",
+        "scale": empty(dtype=torch.float32),
         "dtype": torch.float8_e4m3fn,
     }
     return {**usual, **changes}
@@ -143,6 +144,7 @@ def test_norms_of_two_byte_rows_go_to_the_core(columns: int, with_library: None)
         (HOPPER, {"x": empty(64, 128, dtype=torch.float32)}, "float32"),
         (HOPPER, {"weight": empty(128, dtype=torch.float64)}, "float64"),
         (HOPPER, {"weight": empty(128, dtype=torch.float32), "kind": "rms_mixed"}, "y is torch.float32"),
+        (HOPPER, {"scale": None}, "current scaling"),
         (HOPPER, {"x": empty(64, 100)}, "K=100"),
         (HOPPER, {"x": empty(64, 16392)}, "K=16392"),
     ],

@@ -18,7 +18,7 @@ X = torch.empty(32, 64, dtype=torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantize": {"x": X, "dtype": E4M3},
-    "norm_quantize": {"x": X, "weight": X[0], "bias": None, "kind": KINDS[0], "dtype": E4M3},
+    "norm_quantize": {"x": X, "weight": X[0], "bias": None, "kind": KINDS[0], "scale": X[0, 0], "dtype": E4M3},
     "quantize_weights": {"weights": [X, X], "dtype": E4M3},
     "snapshot": {"states": [X]},
     "update_scales_": {"recipe": DelayedScaling().key()},
