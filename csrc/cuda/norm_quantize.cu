@@ -30,6 +30,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "cluster.hpp"
 #include "device.hpp"
 #include "scale.hpp"
 
@@ -111,58 +112,6 @@ __device__ float parameter(const void* values, te_dtype dtype, int64_t at) {
     case TE_BFLOAT16: return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
     case TE_FLOAT16: return __half2float(static_cast<const __half*>(values)[at]);
     default: return static_cast<const float*>(values)[at];
-  }
-}
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void start_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-
-/// Every thread of the cluster waits for every other; what was written to shared memory before is seen after.
-__device__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/// Stores `part` in the shared memory of another block of the cluster, at the place that `to` has in this one, and
-/// counts its bytes at that block's `barrier`.
-__device__ void send(const Part& part, const Part* to, const uint64_t* barrier, int block) {
-  asm volatile(
-      "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, %0, %2; mapa.shared::cluster.u32 counter, %1, %2; "
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [place], {%3, %4}, [counter]; }" ::"r"(
-          shared_address(to)),
-      "r"(shared_address(barrier)), "r"(block), "r"(__float_as_int(part.mean)), "r"(__float_as_int(part.squares))
-      : "memory");
-}
-
-__device__ void copy_in(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-
-/// Waits for the end of the barrier's phase whose number has this parity.
-__device__ void await(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
   }
 }
 
@@ -299,8 +248,7 @@ struct Columns {
 };
 
 /// Step 3, of the rows from `first_row`, `tile` in shared memory; lane r of every warp has `normalised`'s statistic of
-/// row r.
-/// `Whole`: all 32 rows exist and results are wanted, so nothing need be asked for each row.
+/// row r. `Whole`: all 32 rows exist and results are wanted, so nothing need be asked of each row.
 template <typename T, bool Centre, bool RoundFirst, bool Whole, bool Emit>
 __device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, int64_t first_row, float2 statistic,
                              const Columns& columns, const Parameters& by, float used,
@@ -437,7 +385,7 @@ __device__ void reduce_rows(const Task& task, const Walk& walk, Shared& shared, 
   const int other = lane % kLargestCluster;
   if (other < task.blocks_of_cluster) {
     const bool upper = lane < kLargestCluster;
-    const Part part{upper ? first.mean : second.mean, upper ? first.squares : second.squares};
+    const float2 part = make_float2(upper ? first.mean : second.mean, upper ? first.squares : second.squares);
     const int block = blockIdx.x % task.blocks_of_cluster;
     const int row = warp * kRowsOfWarp + lane / kLargestCluster;
     send(part, &shared.parts[turn % 2][block * kRows + row], &shared.told[turn % 2], other);
@@ -453,7 +401,7 @@ __device__ void start_barriers(Shared& shared, uint32_t bytes_told) {
     start_barrier(&barrier, 1);
     expect_bytes(&barrier, bytes_told);
   }
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+  publish_barriers();
 }
 
 __device__ uint32_t bytes_of_parts(const Task& task) { return task.blocks_of_cluster * kRows * sizeof(Part); }
