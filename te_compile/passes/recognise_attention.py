@@ -148,6 +148,8 @@ def _found(softmax: Node) -> _Found | None:
     # Products of batches keep copies of some operands for their gradients; attention keeps the operands themselves.
     if any(changes_after(tensor, node) for tensor in reads):
         raise NotAttentionError("what it reads is changed in place behind it")
+    if changes_after(node, node):  # attention keeps its result for its gradients, a product does not
+        raise NotAttentionError("its result is changed in place")
     return found
 
 

@@ -223,9 +223,11 @@ def _einsum(equation: str, *operands: Tensor) -> Product | None:
     return (lambda x, w: torch.einsum(equation, w, x)), operands[1], operands[0], None
 
 
-def _convolution(func: Any, x: Tensor, w: Tensor, bias: Tensor | None = None, *more: Any, **named: Any) -> Product:
-    added = None if bias is None else bias.view(-1, *[1] * (w.dim() - 2))
-    return (lambda x, w: func(x, w, None, *more, **named)), x, w, added
+def _convolution(
+    func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
+) -> Product:
+    added = None if bias is None else bias.view(-1, *[1] * (weight.dim() - 2))
+    return (lambda x, w: func(x, w, None, *more, **named)), input, weight, added
 
 
 class _Rounded(torch.autograd.Function):

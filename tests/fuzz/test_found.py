@@ -113,6 +113,22 @@ def test_what_attention_reads_instead_of_a_copy_may_be_changed_behind_it(spelled
     check(Case(Model, lambda more: (_bfloat16(*q), _bfloat16(*heads))))
 
 
+def test_what_attention_returned_may_be_changed_in_place() -> None:
+    class Model(nn.Module):
+        def forward(self, hidden, q):
+            scores = torch.einsum("bhqd,bhkd->bhqk", q, q) * 0.25
+            weights = F.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+            result = weights @ q
+            result.mul_(0.5)
+            return result
+
+    def inputs(more):
+        hidden = (torch.rand(2, 1, 16, 16) > 0.8) & ~torch.eye(16, dtype=torch.bool)
+        return hidden, torch.randn(2, 2, 16, 16, requires_grad=True)
+
+    check(Case(Model, inputs))
+
+
 def test_a_mask_of_fixed_size_meets_sizes_that_are_symbols() -> None:
     """A causal mask was compared with one of the queries' symbolic length, which cannot be made."""
 

@@ -378,6 +378,12 @@ def _values_written_into_meanwhile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1) @ (v + k)
 
 
+def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result = F.softmax(q @ k.mT, dim=-1) @ v
+    result.flatten(1, 2).mul_(0.5)
+    return result
+
+
 @pytest.mark.parametrize(("reason", "run"), [
     ("tanh", _softcapped),
     ("weights are read elsewhere", _weights_returned),
@@ -385,6 +391,7 @@ def _values_written_into_meanwhile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("weights go through mul", _head_mask),
     ("gradients or autocast are switched", _without_gradients_inside),
     ("changed in place", _values_written_into_meanwhile),
+    ("its result is changed in place", _result_written_into),
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
     assert_stays(reason, run, *operands())
