@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from te_compile.compilers import COMPILERS
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
+from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
@@ -64,6 +65,7 @@ def rewrite(
     compilation.run("fold_masks", partial(fold_masks, regions), graph)
     for region in regions:  # after the masks: only attention without one takes heads as they are
         compilation.run("undo_repeated_heads", partial(undo_repeated_heads, region.graph), region.graph)
+    compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     if chosen.strict:

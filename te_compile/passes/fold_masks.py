@@ -8,7 +8,8 @@ The proof is by evaluation. A mask that depends on no input of the graph is a co
 its leaves are ranges and filled tensors of sizes known at compile time. So it is computed, here and once, on the CPU,
 and compared element by element with what would replace it. Where sizes are symbolic, it is a formula in positions that
 is compared (``prove_masks``). A mask that depends on data (padding, packed sequences given from outside) is left as it
-is, and so is every other constant, such as a sliding window.
+is, and so is every other constant, such as a sliding window. What became of a mask is written on its attention,
+``meta[FOLDED]`` or ``meta[MASK_STAYS]``, for the report.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.names import input_name
 from te_compile.passes.prove_masks import proven_meaning
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
+
+FOLDED = "te_folded_mask"
+"""Meta key of an attention that had a mask: what it was proved to mean, "causal" or "all"."""
+
+MASK_STAYS = "te_mask_stays"
+"""Meta key of an attention: why its mask was left."""
 
 SWALLOWS = -1e30
 """A number that is at most this leaves nothing of a score that it is added to."""
@@ -153,6 +161,37 @@ def _meaning_of(mask: Node, query: Tensor, key: Tensor, known: dict[Node, Any]) 
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
 
 
+def _input_behind(mask: Node, region: Region) -> str:
+    """The nearest input of the whole graph that ``mask`` is computed from, by its name; "" if there is none."""
+    waiting, seen = [mask], {mask}
+    for node in waiting:
+        new = list(node.all_input_nodes)
+        if node.op == "placeholder":
+            outside = region.at_root(node) if node.graph is region.graph else node
+            if outside is None or (outside is node and is_tensor(node)):
+                return input_name(node)
+            new = [outside]
+        new = [each for each in new if each not in seen]
+        seen.update(new)
+        waiting += new
+    return ""
+
+
+def _why_it_stays(mask: Node, region: Region, known: dict[Node, Any]) -> str:
+    """Why a mask that nothing was proved about is left, in words for a report."""
+    try:
+        value = evaluated(mask, known)
+    except _NotConstantError:
+        name = _input_behind(mask, region)
+        return f"it depends on {name}, whose values are unknown when compiling" if name else _UNPROVEN
+    if isinstance(value, Tensor) and _allowed(value) is None:
+        return "it is a bias: it adds numbers that do more than hide"
+    return "it is a constant, but neither causal nor all true, as a sliding window is none"
+
+
+_UNPROVEN = "the graph proves neither that it is causal nor that it is all true"
+
+
 def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
     """(mask, query) without the care that ``recognise_attention`` takes of rows that the mask may hide entirely."""
     is_guarded = isinstance(mask, Node) and mask.target is torch.where and isinstance(query, Node)
@@ -173,7 +212,9 @@ def _fold(region: Region, node: Node, known: dict[Node, Any]) -> bool:
         return False
     means = _meaning_of(mask if root is None else root, query, key, known)
     if means is None:
+        node.meta[MASK_STAYS] = _why_it_stays(mask if root is None else root, region, known)
         return False
+    node.meta[FOLDED] = means
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     node.args = (unguarded, given.pop("key"), given.pop("value"))

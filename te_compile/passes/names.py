@@ -110,6 +110,12 @@ def _source(placeholder: Node | None) -> str:
     return source.name() if callable(source.name) else source.name
 
 
+def input_name(placeholder: Node) -> str:
+    """What ``placeholder`` holds, as users write it: ``attention_mask`` or ``transformer.h.0.attn.bias``."""
+    name = dotted(_source(placeholder), _own_variable(placeholder.graph)) or placeholder.name
+    return name.removeprefix("kwargs.")  # where a call passes arguments on, they keep the name that its caller gave
+
+
 def _own_variable(graph: Graph) -> str:
     """The variable in which the captured frame has its own module; "" for a function, or where no module is called."""
     outermost = next((stack[0][1] for node in graph.nodes if (stack := _stack(node))), "")

@@ -1,4 +1,4 @@
-"""What was decided about each linear of a captured graph, and why: the record that reports and strict mode read."""
+"""What was decided about each linear and attention of a captured graph, and why: what reports and strict mode read."""
 
 from __future__ import annotations
 
@@ -83,11 +83,32 @@ class Site:
             self.cause, self.reason = cause, reason
 
 
+@dataclass(frozen=True)
+class Attention:
+    """One attention of the graph after the passes that rewrite it. ``node`` tells the module that it ran in.
+
+    ``status`` is "recognised" (the model spelled out what is now ``F.scaled_dot_product_attention``), "sdpa" (it was
+    that call already) or "stays", with its ``reason``. ``mask`` is "none", "is_causal" (the call's own flag),
+    "folded_causal", "folded_all" or "kept"; ``heads`` of keys and values are "undone" copies, "copied", or "" where no
+    copies were made. Either reason says why something was left. Nothing is known of masks and heads of what stays.
+    """
+
+    name: str
+    node: Node
+    status: str
+    reason: str = ""
+    mask: str = ""
+    mask_reason: str = ""
+    heads: str = ""
+    heads_reason: str = ""
+
+
 @dataclass
 class Plan:
-    """All linears of one captured graph. ``parameters`` maps root placeholders to what the user's model holds there."""
+    """What one captured graph consists of. ``parameters``: what the user's model holds at root placeholders."""
 
     sites: list[Site] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
     parameters: dict[Node, Parameter] = field(default_factory=dict)
 
     @property

@@ -101,7 +101,9 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
     weights, dropout, nodes = softmax, 0.0, [softmax]
     while True:
         if len(weights.users) != 1:
-            raise NotAttentionError("its weights are read elsewhere too")
+            raise NotAttentionError(
+                "its weights are read elsewhere too, as output_attentions=True or need_weights=True asks for"
+            )
         user = next(iter(weights.users))
         for product in contractions_of(user):
             if product.left.node is weights and product.left.is_plain and product.addend is None:

@@ -4,7 +4,8 @@ Models with fewer heads of keys than of queries repeat them before attention, wh
 share a head, and again for their gradients. The flash kernels take such heads as they are: ``enable_gqa=True``.
 
 Only those kernels do. With a mask, in float32 or with wide heads, ``enable_gqa`` falls back to the kernel that stores
-all scores, which costs far more than the copies; there the copies stay. So masks must have been folded before.
+all scores, which costs far more than the copies; there the copies stay. So masks must have been folded before. What
+became of the copies is written on the attention, ``meta[UNDONE]`` or ``meta[COPIES_STAY]``, for the report.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after, undisturbed
+
+UNDONE = "te_undone_heads"
+"""Meta key of an attention that reads the key heads themselves, of which the model had made copies."""
+
+COPIES_STAY = "te_copies_stay"
+"""Meta key of an attention: why it goes on reading copies of key heads."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # features of a head that flash attention takes
@@ -72,23 +79,34 @@ def _unrepeated(node: Any) -> Node | None:
     return source if same_sizes((batch, *rest), (new_batch, *new_rest)) else None
 
 
-def _takes_grouped_heads(attention: Node) -> bool:
-    """Does a fused kernel compute this attention with heads shared?"""
+def _why_not_shared(attention: Node) -> str:
+    """Why no fused kernel computes this attention with heads shared; "" if one does."""
     query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
     widths = {query.shape[-1], value.shape[-1]}
-    return (
-        argument(attention, 3, "attn_mask") is None
-        and argument(attention, 7, "enable_gqa", False) is False
-        and value_of(attention).dtype in _DTYPES
-        and query.dim() == 4
-        and len(widths) == 1
-        and all(isinstance(width, int) and width <= _WIDEST for width in widths)
-    )
+    if argument(attention, 3, "attn_mask") is not None:
+        return "with a mask no fused kernel shares them"
+    if value_of(attention).dtype not in _DTYPES:
+        return f"in {value_of(attention).dtype} no fused kernel shares them"
+    if len(widths) != 1 or not all(isinstance(width, int) and width <= _WIDEST for width in widths):
+        return f"no fused kernel shares heads wider than {_WIDEST}, or of several widths"
+    if query.dim() != 4 or argument(attention, 7, "enable_gqa", False) is not False:
+        return "queries share them a second time"
+    return ""
 
 
 def _may_be_read(source: Node, attention: Node) -> bool:
     """Is ``source`` what it was when the copies were made, for as long as ``attention`` and its gradients need it?"""
     return undisturbed(source, attention, (), (source,)) and not changes_after(source, attention)
+
+
+def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any]) -> str:
+    """Why ``attention`` cannot read ``sources`` for their copies ``repeated``; "" if it can."""
+    if not all(_may_be_read(source, attention) for source in sources):
+        return "what they are copies of is changed in place"
+    heads = {value_of(source).shape[1] for source in sources}
+    if len(heads) != 1 or value_of(argument(attention, 0, "query")).shape[1] != value_of(repeated[0]).shape[1]:
+        return "keys and values, or keys and queries, differ in their heads"
+    return _why_not_shared(attention)
 
 
 def undo_repeated_heads(graph: Graph) -> int:
@@ -99,11 +117,11 @@ def undo_repeated_heads(graph: Graph) -> int:
     for attention in [node for node in graph.nodes if node.target in targets and node not in left]:
         repeated = [argument(attention, 1, "key"), argument(attention, 2, "value")]
         sources = [_unrepeated(node) for node in repeated]
-        if not all(source is not None and _may_be_read(source, attention) for source in sources):
+        if any(source is None for source in sources):
             continue
-        heads = {value_of(source).shape[1] for source in sources}
-        queries = value_of(argument(attention, 0, "query")).shape[1]
-        if len(heads) != 1 or queries != value_of(repeated[0]).shape[1] or not _takes_grouped_heads(attention):
+        why = _why_copies_stay(attention, repeated, sources)
+        if why:
+            attention.meta[COPIES_STAY] = why
             continue
         for position, (name, source) in enumerate(zip(("key", "value"), sources, strict=True), 1):
             if len(attention.args) > position:
@@ -111,5 +129,6 @@ def undo_repeated_heads(graph: Graph) -> int:
             else:
                 attention.update_kwarg(name, source)
         attention.kwargs = {**attention.kwargs, "enable_gqa": True}
+        attention.meta[UNDONE] = True
         count += 1
     return count

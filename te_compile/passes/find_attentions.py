@@ -1,0 +1,75 @@
+"""Record what has become of each attention of a captured graph, for the report.
+
+The passes before this one leave marks: on attention that they recognised or left as the model wrote it, on masks that
+they folded or kept, on copies of key heads. Here the marks are read, once all of them are there, into the plan, next to
+the linears. Nothing is rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from te_compile.passes.captured_nodes import argument
+from te_compile.passes.find_linears import STAYS_CLOSED
+from te_compile.passes.fold_masks import FOLDED, MASK_STAYS
+from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.names import module_name
+from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.recognise_attention import RECOGNISED, STAYS
+from te_compile.passes.regions import Region
+from te_compile.passes.undo_repeated_heads import COPIES_STAY, UNDONE
+
+_CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+
+
+def _caller(softmax: Node) -> Node:
+    """A node of the module that the attention around ``softmax`` belongs to: nn.Softmax is none of its own."""
+    stack = softmax.meta.get("nn_module_stack") or {}
+    innermost = next(reversed(stack.values()), None)
+    scores = softmax.args[0] if innermost is not None and innermost[1] is nn.Softmax else None
+    return scores if isinstance(scores, Node) else softmax
+
+
+def _of_call(node: Node, left_alone: str) -> Attention:
+    """An attention that is ``F.scaled_dot_product_attention``; ``left_alone``: why no pass looked at it, if so."""
+    mask, mask_reason, heads = "none", "", ""
+    if FOLDED in node.meta:
+        mask = f"folded_{node.meta[FOLDED]}"
+    elif argument(node, 3, "attn_mask") is not None:
+        mask, mask_reason = "kept", node.meta.get(MASK_STAYS, left_alone)
+    elif argument(node, 5, "is_causal", False) is not False:
+        mask = "is_causal"
+    if UNDONE in node.meta:
+        heads = "undone"
+    elif COPIES_STAY in node.meta:
+        heads = "copied"
+    status = "recognised" if RECOGNISED in node.meta else "sdpa"
+    heads_reason = node.meta.get(COPIES_STAY, "")
+    return Attention(module_name(node, None), node, status, "", mask, mask_reason, heads, heads_reason)
+
+
+def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
+    transformed = transforms_around(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _CALLS:
+            yield _of_call(node, transformed.get(node, left_alone))
+        elif STAYS in node.meta:
+            place = _caller(node)
+            yield Attention(module_name(place, None), place, "stays", node.meta[STAYS])
+        elif STAYS_CLOSED in node.meta:
+            yield Attention(module_name(node, None), node, "stays", node.meta[STAYS_CLOSED])
+
+
+def find_attentions(regions: list[Region], left: list[tuple[str, GraphModule]], plan: Plan) -> int:
+    """Fill ``plan`` with every attention of ``regions``, and of bodies that were ``left`` alone; returns how many."""
+    for region in regions:
+        plan.attentions.extend(_attentions_in(region.graph))
+    for operator_name, body in left:
+        reason = f"it is inside the higher-order op {operator_name}, which is not rewritten"
+        plan.attentions.extend(_attentions_in(body.graph, reason))
+    return len(plan.attentions)
