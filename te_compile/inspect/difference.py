@@ -1,28 +1,32 @@
 """Two reports beside each other: what an option, a recipe, another version of torch or of the model changed.
 
-Linears are matched by name; where a weight is used several times, its uses in their order.
+Linears and attentions are matched by name; where one name stands for several, those in their order.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from te_compile.inspect.coverage import percent
 
 if TYPE_CHECKING:
+    from te_compile.inspect.attentions import AttentionRow
     from te_compile.inspect.report import Report, Row
 
+    AnyRow = TypeVar("AnyRow", Row, AttentionRow)
+
 _COMPARED = ("status", "reason", "fused", "implementation", "shape", "padding", "form")
+_COMPARED_OF_ATTENTION = ("status", "reason", "mask", "mask_reason", "heads", "heads_reason")
 _MOST_NAMES = 3  # in one line of text
 
 
 @dataclass(frozen=True)
 class RowChange:
-    """One linear that differs; ``fields`` has (before, after) of whatever does, such as "status" or "fused"."""
+    """One linear or attention that differs; ``fields`` has (before, after) of what does, as "status" or "fused"."""
 
     name: str
     fields: Mapping[str, tuple[object, object]]
@@ -35,6 +39,7 @@ class Difference:
     rows: linears in both that differ; ``removed`` and ``added``: names of linears in one alone.
     totals: each total that changed, (before, after); ``coverage``: the FP8 share of the eligible FLOPs, likewise.
     passes: what each pass counted over all graphs, where it changed; ``breaks``: graph breaks that went and came.
+    attentions, attentions_removed, attentions_added: the same of attentions as of linears.
     setting: what differs in the question: the recipe, training or inference, the model.
     """
 
@@ -46,11 +51,14 @@ class Difference:
     passes: Mapping[str, tuple[int, int]] | None = None
     breaks: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     setting: Mapping[str, tuple[object, object]] | None = None
+    attentions: tuple[RowChange, ...] = ()
+    attentions_removed: tuple[str, ...] = ()
+    attentions_added: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(
-            self.rows or self.removed or self.added or self.totals or self.passes or any(self.breaks) or self.setting
-        )
+        linears = self.rows or self.removed or self.added
+        attentions = self.attentions or self.attentions_removed or self.attentions_added
+        return bool(linears or attentions or self.totals or self.passes or any(self.breaks) or self.setting)
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -66,8 +74,13 @@ def diff(before: Report, after: Report) -> Difference:
         if not hasattr(each, "rows"):
             raise TypeError(f"expected two reports of te_compile.explain, not {type(each).__name__}")
     old, new = _by_name(before.rows), _by_name(after.rows)
-    both = [name for name in old if name in new]
-    found = ((name, _fields(old[name], new[name])) for name in both)
+    found = ((name, _fields(old[name], new[name])) for name in old if name in new)
+    old_attentions, new_attentions = _by_name(before.attentions), _by_name(after.attentions)
+    changed = (
+        (name, _differing(row, new_attentions[name], _COMPARED_OF_ATTENTION))
+        for name, row in old_attentions.items()
+        if name in new_attentions
+    )
     settings = {name: (getattr(before, name), getattr(after, name)) for name in ("model", "recipe", "training")}
     gone = tuple(reason for reason in before.breaks if reason not in after.breaks)
     come = tuple(reason for reason in after.breaks if reason not in before.breaks)
@@ -80,10 +93,13 @@ def diff(before: Report, after: Report) -> Difference:
         passes=_changed(_pass_counts(before), _pass_counts(after)),
         breaks=(gone, come),
         setting={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
+        attentions=tuple(RowChange(name, fields) for name, fields in changed if fields),
+        attentions_removed=tuple(name for name in old_attentions if name not in new_attentions),
+        attentions_added=tuple(name for name in new_attentions if name not in old_attentions),
     )
 
 
-def _by_name(rows: Sequence[Row]) -> dict[str, Row]:
+def _by_name(rows: Sequence[AnyRow]) -> dict[str, AnyRow]:
     """Each row by a name of its own: the second use of ``fc`` is ``fc (2)``."""
     seen: Counter[str] = Counter()
     named = {}
@@ -94,12 +110,16 @@ def _by_name(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def _fields(before: Row, after: Row) -> dict[str, tuple[object, object]]:
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in _COMPARED}
-    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    changed = _differing(before, after, _COMPARED)
     if "status" not in changed:
         return changed
     # A linear that moved has another reason, implementation and fusions by necessity; the reason tells enough.
     return {name: pair for name, pair in changed.items() if name not in ("implementation", "fused")}
+
+
+def _differing(before: AnyRow, after: AnyRow, names: Sequence[str]) -> dict[str, tuple[object, object]]:
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _pass_counts(report: Report) -> Counter[str]:
@@ -131,14 +151,12 @@ def _text(difference: Difference) -> Iterator[str]:
     for name, (was, now) in (difference.totals or {}).items():
         if not name.endswith("flops"):
             yield f"  {name.replace('_', ' ')}: {was} → {now}"
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in difference.rows:
-        groups.setdefault(tuple(_row_lines(row)), []).append(row.name)
-    for lines, names in groups.items():
-        yield f"~ {_some(names)}"
-        yield from (f"    {line}" for line in lines)
+    yield from _grouped("", ((row.name, tuple(_row_lines(row))) for row in difference.rows))
     yield from (f"- {name}" for name in difference.removed)
     yield from (f"+ {name}" for name in difference.added)
+    yield from _grouped("attention ", ((row.name, tuple(_attention_lines(row))) for row in difference.attentions))
+    yield from (f"- attention {name}" for name in difference.attentions_removed)
+    yield from (f"+ attention {name}" for name in difference.attentions_added)
     for mark, reasons in zip("-+", difference.breaks, strict=True):
         yield from (f"{mark} graph break: {reason}" for reason in reasons)
     for name, (was, now) in (difference.passes or {}).items():
@@ -157,11 +175,35 @@ def _row_lines(row: RowChange) -> Iterator[str]:
         yield f"{name}: {_value(was)} → {_value(now)}"
 
 
+def _attention_lines(row: RowChange) -> Iterator[str]:
+    """Each change with the reason that there is now, or that there is no longer."""
+    for name, its_reason in (("status", "reason"), ("mask", "mask_reason"), ("heads", "heads_reason")):
+        _, why = row.fields.get(its_reason, ("", ""))
+        if name in row.fields and row.fields[name][1] == "" and "status" in row.fields:
+            continue  # of an attention that stays nothing else is known
+        if name in row.fields:
+            was, now = map(_value, row.fields[name])
+            yield f"{name}: {was} → {now}" + (f": {why}" if why else "")
+        elif its_reason in row.fields:
+            was, now = map(_value, row.fields[its_reason])
+            yield f"{name}: {was} → {now}"
+
+
 def _value(value: object) -> str:
     if isinstance(value, tuple):
         between = "; " if all(isinstance(each, str) for each in value) else "×"
         return between.join(map(str, value)) or "nothing"
     return str(value) or "nothing"
+
+
+def _grouped(kind: str, changes: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Rows that changed alike are told together."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, lines in changes:
+        groups.setdefault(lines, []).append(name)
+    for lines, names in groups.items():
+        yield f"~ {kind}{_some(names)}"
+        yield from (f"    {line}" for line in lines)
 
 
 def _some(names: Sequence[str]) -> str:

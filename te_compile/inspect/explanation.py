@@ -24,6 +24,8 @@ from torch.fx import GraphModule
 
 from te_compile import state
 from te_compile.backend import te_fp8
+from te_compile.inspect.attention_names import attention_name
+from te_compile.inspect.attentions import AttentionRow
 from te_compile.inspect.fusions import Use, implementations_in, uses_in
 from te_compile.inspect.report import GraphPass, Report, Row
 from te_compile.inspect.target import fresh, uncompiled, undisturbed
@@ -160,10 +162,12 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
     chosen_implementations: Counter[tuple[str, str]] = Counter()
     declined: set[str] = set()
     rows: list[Row] = []
+    attentions: list[AttentionRow] = []
     notes = list(look.notes)
     for captured in look.captured:
         for parameters in captured.parameters():
             rows += _rows(captured.compilation, parameters, chosen, names)
+            attentions += _attentions(captured.compilation, parameters, names)
     for compilation in compilations:
         if compilation.joint is not None:
             counts, reasons = implementations_in(compilation.joint)
@@ -191,6 +195,7 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
         skipped=_skipped(names),
         notes=tuple(notes),
         model=model,
+        attentions=tuple(attentions),
     )
 
 
@@ -238,6 +243,21 @@ def _name(
     if run is not None and run is not captured and id(run) in names.aliases:
         return owner(names.aliases[id(run)][0])
     return names.name(site.node, captured) or site.name
+
+
+def _attentions(
+    compilation: Compilation, parameters: dict[str, nn.Parameter], names: KnownNames | None
+) -> Iterator[AttentionRow]:
+    for each in compilation.plan.attentions:
+        yield AttentionRow(
+            name=attention_name(each, compilation.plan, parameters, names),
+            status=each.status,
+            reason=each.reason,
+            mask=each.mask,
+            mask_reason=each.mask_reason,
+            heads=each.heads,
+            heads_reason=each.heads_reason,
+        )
 
 
 def _never_captured(looked_at: Sequence[_Captured], names: KnownNames | None) -> Iterator[str]:

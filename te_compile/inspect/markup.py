@@ -35,5 +35,10 @@ def joined(children: Iterable[str | None], between: str = "") -> Markup:
     return Markup(between.join(_safe(child) for child in children if child is not None))
 
 
+def breakable(name: str) -> Markup:
+    """A name that a narrow column may break after its dots."""
+    return joined(name.split("."), f".{element('wbr').removesuffix('</wbr>')}")
+
+
 def _safe(text: str) -> str:
     return text if isinstance(text, Markup) else escape(text, quote=True)

@@ -1,9 +1,10 @@
-"""A report in a notebook: what sums it up and the folded table, in the notebook's own colours."""
+"""A report in a notebook: what sums it up and the folded tables, in the notebook's own colours."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from te_compile.inspect.attentions_page import attentions_table
 from te_compile.inspect.coverage import kind_of, percent
 from te_compile.inspect.markup import Markup, element, joined
 from te_compile.inspect.page import asset, coverage_bar, tiles
@@ -28,6 +29,7 @@ def fragment(report: Report) -> Markup:
         element("div", *tiles(report), class_="tiles"),
         coverage_bar(report.rows),
         table,
+        attentions_table(report),
         element("details", element("summary", "Implementations, graph breaks and notes"), more),
         class_="te-report",
     )

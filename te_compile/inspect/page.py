@@ -1,7 +1,8 @@
 """A report as one HTML page that needs nothing but itself: it opens from a file, prints, and can be passed on.
 
 Everything is written here and readable without the script, which adds searching, sorting and folding. The look is in
-``report.css``, which a notebook shares, and ``page.css``; the frame is ``report.html``, the script ``report.js``.
+``report.css``, which a notebook shares, and ``page.css``; the frame is ``report.html``, the scripts ``report.js`` and
+``attentions.js``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from te_compile.inspect.attentions_page import attentions_section
 from te_compile.inspect.coverage import KINDS, flops_text, kind_of, percent, shares
 from te_compile.inspect.graph_changes import Change, changes, counts
 from te_compile.inspect.layers import by_layer
-from te_compile.inspect.markup import Markup, element, joined
+from te_compile.inspect.markup import Markup, breakable, element, joined
 
 if TYPE_CHECKING:
     from te_compile.inspect.report import GraphPass, Report, Row
@@ -43,11 +45,19 @@ def page(report: Report) -> str:
     parts = {
         "title": element("title", f"te_fp8: {report.model or 'model'}"),
         "style": Markup(asset("report.css") + asset("page.css")),
-        "body": joined([*_head(report), _linears(report), *_findings(report), *_graphs(report)]),
-        "script": Markup(asset("report.js")),
+        "body": joined(_body(report)),
+        "script": Markup(asset("report.js") + asset("attentions.js")),
     }
     # One pass over the frame alone: what is filled in is never searched for marks.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], asset("report.html"))
+
+
+def _body(report: Report) -> Iterable[Markup]:
+    yield from _head(report)
+    yield _linears(report)
+    yield from attentions_section(report)
+    yield from _findings(report)
+    yield from _graphs(report)
 
 
 # --- what is read first --------------------------------------------------------------------------------------------
@@ -168,7 +178,7 @@ def _row(row: Row, total: int, largest: int) -> Markup:
     """total, largest: FLOPs of all linears, and of the heaviest, which fills its meter."""
     tokens, features_in, features_out = row.shape
     cells = (
-        element("td", _breakable(row.name), class_="name", data_value=row.name),
+        element("td", breakable(row.name), class_="name", data_value=row.name),
         element("td", f"{tokens:,}", class_="right", data_value=tokens),
         element("td", features_text(row), class_="right nowrap", data_value=features_in * features_out),
         element(
@@ -202,11 +212,6 @@ def _detail(row: Row) -> Markup:
 def _fused(text: str) -> Markup:
     which, colon, what = text.partition(": ")
     return joined([element("code", which), f" {what}"]) if colon else joined([text])
-
-
-def _breakable(name: str) -> Markup:
-    """A name that a narrow column may break after its dots."""
-    return joined(name.split("."), f".{element('wbr').removesuffix('</wbr>')}")
 
 
 # --- everything that is worth a sentence ---------------------------------------------------------------------------

@@ -64,7 +64,8 @@
   }
 
   function remember() {
-    const asked = new URLSearchParams();
+    const asked = new URLSearchParams(location.hash.slice(1)); // what others remember there stays
+    for (const own of ["q", "kind", "sort", "down"]) asked.delete(own);
     if (search.value) asked.set("q", search.value);
     if (kind.value) asked.set("kind", kind.value);
     if (order.column >= 0) asked.set("sort", heads[order.column].querySelector("button").dataset.key);

@@ -9,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from te_compile.inspect.attentions import AttentionRow
 from te_compile.inspect.difference import Difference, diff
 from te_compile.inspect.notebook import fragment
 from te_compile.inspect.page import page
@@ -63,6 +64,7 @@ class GraphPass:
 class Report:
     """What te_fp8 makes of a model. ``print`` shows it as a table; the attributes have everything behind it.
 
+    attentions: what became of each attention, its mask and its key heads.
     graphs: for each captured graph, the passes that ran over it in their order.
     breaks: why the model was not captured as one graph.
     totals: numbers of linears and of their forward floating-point operations, see :func:`te_compile.explain`.
@@ -83,6 +85,7 @@ class Report:
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     model: str = ""
+    attentions: tuple[AttentionRow, ...] = ()
 
     @property
     def fp8_flops_fraction(self) -> float:
@@ -126,6 +129,7 @@ class Report:
         if not isinstance(data, dict) or not wanted <= data.keys() <= {each.name for each in fields(Report)}:
             raise ValueError("this JSON is no report of te_compile.explain")
         data["rows"] = tuple(_row(**row) for row in data["rows"])
+        data["attentions"] = tuple(AttentionRow(**row) for row in data.get("attentions", ()))
         data["graphs"] = tuple(tuple(GraphPass(**each) for each in passes) for passes in data.get("graphs", ()))
         for name in ("breaks", "declined", "notes"):
             data[name] = tuple(data.get(name, ()))

@@ -1,4 +1,4 @@
-"""A report as text for people: a summary, the table of linears, and what else is worth a line.
+"""A report as text for people: a summary, the tables of linears and of attentions, and what else is worth a line.
 
 Layers that repeat are one line: ``h.0–11.attn.c_attn ×12``, but only where nothing but the numbers in their names
 differs. With rich and a terminal the table has colours; without, it is plain text of 120 columns.
@@ -7,23 +7,22 @@ differs. With rich and a terminal the table has colours; without, it is plain te
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from te_compile.inspect import attentions
 from te_compile.inspect.coverage import flops_text, percent
+from te_compile.inspect.folding import folded
 
 if TYPE_CHECKING:
     from te_compile.inspect.report import Report, Row
 
 WIDTH = 120  # where there is no terminal to ask
 NAME_WIDTH = 44
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 _HEADINGS = ("linear", "", "tokens × in → out", "FLOPs", "form", "runs in", "fused with, or why it is kept")
 
 
@@ -61,46 +60,13 @@ def elided(text: str, width: int) -> str:
 
 def lines_of(rows: Sequence[Row]) -> list[Line]:
     """The rows, folded where they repeat, in the order in which each first occurs."""
-    groups: dict[tuple[str, Row], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((_NUMBER.sub("*", row.name), replace(row, name="")), []).append(row)
-    return [line for (mask, _), members in groups.items() for line in _folded(mask, members)]
+    return [Line(name, count, row) for name, count, row in folded(rows)]
 
 
-def _folded(mask: str, rows: list[Row]) -> Iterator[Line]:
-    """One line if the numbers of ``rows`` are all combinations of some ranges, else a line for each name."""
-    names = dict.fromkeys(row.name for row in rows)
-    if len(names) == 1:
-        yield Line(rows[0].name, len(rows), rows[0])
-        return
-    numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
-    positions = [sorted(set(values)) for values in zip(*numbers, strict=True)]
-    ranges = [_range_text(values) for values in positions]
-    if None in ranges or set(product(*positions)) != set(numbers):
-        for name in names:
-            of_name = [row for row in rows if row.name == name]
-            yield Line(name, len(of_name), of_name[0])
-        return
-    remaining = iter(ranges)
-    parts = (next(remaining) if part == "*" else part for part in mask.split("."))
-    yield Line(".".join(map(str, parts)), len(rows), rows[0])
-
-
-def _range_text(values: list[int]) -> str | None:
-    """``3``, ``0–11`` or ``0,2–11``; None for what no short text says."""
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    two = len(runs) > 1  # of several runs, one of two numbers is no range: 0,1,3,5
-    parts = [part for run in runs for part in (map(str, run) if two and len(run) == 2 else [_run_text(run)])]
-    return ",".join(parts) if len(parts) <= 6 else None
-
-
-def _run_text(run: list[int]) -> str:
-    return str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}"
+def attention_cells(report: Report) -> list[tuple[str, str, str, str]]:
+    """The lines of the second table, as ``attentions.HEADINGS``."""
+    lines = folded(report.attentions)
+    return [(name, f"×{count}" if count > 1 else "", row.runs_as, row.detail) for name, count, row in lines]
 
 
 # --- the text around the table -------------------------------------------------------------------------------------
@@ -185,8 +151,19 @@ def report_text(report: Report) -> str:
 
 def _plain(report: Report, width: int) -> str:
     all_flops = sum(row.flops for row in report.rows)
-    table = [_HEADINGS, *(line.cells(all_flops) for line in lines_of(report.rows))]
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(_HEADINGS) - 1)]
+    rule = "─" * width
+    drawn = _table([_HEADINGS, *(line.cells(all_flops) for line in lines_of(report.rows))], width)
+    if report.attentions:
+        cells = [(elided(name, NAME_WIDTH), *others) for name, *others in attention_cells(report)]
+        drawn += [rule, *_table([attentions.HEADINGS, *cells], width)]
+    after = [text for line in details(report) for text in textwrap.wrap(line, width, subsequent_indent="    ")]
+    before = [text for line in summary(report) for text in textwrap.wrap(line, width, subsequent_indent="    ")]
+    return "\n".join([*before, rule, *drawn, rule, *after])
+
+
+def _table(table: Sequence[tuple[str, ...]], width: int) -> list[str]:
+    """Lines of text: the headings, a rule and the rest; the last column takes what room there is, and is wrapped."""
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]) - 1)]
     last = max(width - sum(widths) - 2 * len(widths), 20)
     drawn = []
     for index, (*cells, detail) in enumerate(table):
@@ -196,10 +173,7 @@ def _plain(report: Report, width: int) -> str:
         drawn += [" " * (len(left) + 2) + text for text in more]
         if index == 0:
             drawn.append("─" * width)
-    rule = "─" * width
-    after = [text for line in details(report) for text in textwrap.wrap(line, width, subsequent_indent="    ")]
-    before = [text for line in summary(report) for text in textwrap.wrap(line, width, subsequent_indent="    ")]
-    return "\n".join([*before, rule, *drawn, rule, *after])
+    return drawn
 
 
 def _rich(report: Report, width: int) -> str:
@@ -208,15 +182,22 @@ def _rich(report: Report, width: int) -> str:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(_HEADINGS):
-        last = index == len(_HEADINGS) - 1
-        table.add_column(heading, no_wrap=not last, ratio=1 if last else None, justify="left")
+    def headed(headings: Sequence[str]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, header_style="bold")
+        for index, heading in enumerate(headings):
+            last = index == len(headings) - 1
+            table.add_column(heading, no_wrap=not last, ratio=1 if last else None, justify="left")
+        return table
+
+    table, second = headed(_HEADINGS), headed(attentions.HEADINGS)
     all_flops = sum(row.flops for row in report.rows)
     for line in lines_of(report.rows):
         name, count, shape, share, form, status, detail = map(escape, line.cells(all_flops))
         colour = "green" if status == "fp8" else "yellow"
         table.add_row(name, count, shape, share, form, f"[{colour}]{status}[/]", f"[dim]{detail}[/]")
+    for cells in attention_cells(report):
+        name, count, runs_as, detail = map(escape, cells)
+        second.add_row(elided(name, NAME_WIDTH), count, runs_as, f"[dim]{detail}[/]")
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=width, highlight=False)
     first, *others = summary(report)
@@ -224,6 +205,8 @@ def _rich(report: Report, width: int) -> str:
     for text in others:
         console.print(escape(text))
     console.print(table)
+    if report.attentions:
+        console.print(second)
     for text in details(report):
         console.print(f"[dim]{escape(text)}[/]")
     return drawn.getvalue().rstrip("\n")

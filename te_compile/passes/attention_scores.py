@@ -225,7 +225,7 @@ def scores_behind(node: Any) -> Scores:
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
         raise NotAttentionError("what softmax is taken of is no product of queries and keys")
-    reason = f"its scores go through {_name(node)} before softmax, which no fused kernel computes"
+    reason = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do"
     for source, step in _steps(node):
         if len(source.users) > 1:
             reason = "its scores are read elsewhere too"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from te_compile.inspect.attentions import AttentionRow
 from te_compile.inspect.report import GraphPass, Report, Row
 
 KEPT = "projection to logits (its weight is tied to an embedding); lm_head=True puts it in FP8"
@@ -12,6 +13,15 @@ KEPT = "projection to logits (its weight is tied to an embedding); lm_head=True 
 def row(name: str, **changes: object) -> Row:
     given = {"shape": (16, 32, 64), "form": "linear", "status": "fp8", "fused": ("x: norm (rms), shared by 3",)}
     return Row(name=name, **{**given, **changes})
+
+
+def attention(name: str, **changes: str) -> AttentionRow:
+    given = {"status": "recognised", "mask": "folded_causal", "heads": "undone"}
+    return AttentionRow(name, **{**given, **changes})
+
+
+def staying(name: str, reason: str = "its scores go through tanh before softmax") -> AttentionRow:
+    return attention(name, status="stays", reason=reason, mask="", heads="")
 
 
 def report(rows: list[Row], **changes: object) -> Report:
@@ -34,4 +44,5 @@ def full_report() -> Report:
         declined=("te::gemm cublaslt: needs a CUDA device", "te::quantize triton: needs a CUDA device"),
         skipped={"fc.weight": {"x": 0, "w": 0, "gradient": 2}},
         notes=("a note",),
+        attentions=(*(attention(f"h.{i}.attn") for i in range(4)), staying("capped.attn")),
     )

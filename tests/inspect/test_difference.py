@@ -9,7 +9,7 @@ import pytest
 
 import te_compile
 from te_compile.inspect.report import GraphPass, Report
-from tests.inspect.reports import full_report, report, row
+from tests.inspect.reports import attention, full_report, report, row, staying
 
 
 def counted(number: int) -> tuple[tuple[GraphPass, ...], ...]:
@@ -83,6 +83,30 @@ def test_another_recipe_is_a_difference_of_the_question() -> None:
     after = replace(before, recipe="current", rows=(row("fc", recipe="current"),))
     found = before.diff(after)
     assert str(found).startswith("recipe: delayed → current") and not found.rows
+
+
+def test_attentions_that_changed_went_or_came_are_told() -> None:
+    before = report([], attentions=(attention("h.0.attn"), attention("h.1.attn"), attention("same"), attention("gone")))
+    kept = {"mask": "kept", "mask_reason": "it depends on padding", "heads": "copied", "heads_reason": "of its mask"}
+    now = (attention("h.0.attn", **kept), attention("h.1.attn", **kept), attention("same"), staying("new"))
+    found = before.diff(report([], attentions=now))
+    assert [change.name for change in found.attentions] == ["h.0.attn", "h.1.attn"]
+    assert found.attentions[0].fields["mask"] == ("folded_causal", "kept")
+    assert (found.attentions_removed, found.attentions_added) == (("gone",), ("new",))
+    lines = str(found).splitlines()
+    at = lines.index("~ attention h.0.attn, h.1.attn")
+    assert lines[at + 1] == "    mask: folded_causal → kept: it depends on padding"
+    assert lines[at + 2] == "    heads: undone → copied: of its mask"
+    assert lines[at + 3 :] == ["- attention gone", "+ attention new"]
+    assert json.loads(found.to_json())["attentions_added"] == ["new"]
+
+
+def test_an_attention_that_stays_from_now_on_says_why_and_nothing_else() -> None:
+    before, after = report([], attentions=(attention("attn"),)), report([], attentions=(staying("attn", "so"),))
+    assert str(before.diff(after)).splitlines()[-2:] == ["~ attention attn", "    status: recognised → stays: so"]
+    assert "status: stays → recognised" in str(after.diff(before))
+    other = report([], attentions=(staying("attn", "else"),))
+    assert "    status: so → else" in str(after.diff(other))
 
 
 def test_only_reports_are_compared() -> None:

@@ -16,7 +16,7 @@ from te_compile.inspect.layers import by_layer, layer_of
 from te_compile.inspect.markup import Markup, element, joined
 from te_compile.inspect.page import features_text, page
 from te_compile.inspect.report import GraphPass, Report
-from tests.inspect.reports import full_report, report, row
+from tests.inspect.reports import attention, full_report, report, row, staying
 
 VOID = {"meta", "input", "wbr"}
 
@@ -45,6 +45,7 @@ def hostile(name: str = "h.0.<script>alert('x')</script>\"&") -> Report:
     return report(
         [row(name, reason="<b>because</b>", status="kept", fused=(), cause="unsupported")],
         model="<img src=x>",
+        attentions=(staying("<q>attn", "<small>"), attention("<var>", mask="kept", mask_reason="<kbd>")),
         breaks=("<i>break</i>",),
         notes=("</script><script>",),
         skipped={"<u>.weight": {"x": 1}},
@@ -69,13 +70,17 @@ def test_everything_of_the_report_is_on_the_page() -> None:
         "find_linears",
         "te::gemm",
         "fc.weight",
+        "capped.attn",
+        "copies of key heads undone",
+        "through tanh before softmax",
     ):
         assert expected in found.replace("<wbr>", "")
 
 
 def test_what_a_user_named_is_never_markup() -> None:
     text = page(hostile()).replace("<wbr>", "")
-    for raw in ("<img", "<b>because", "<i>", "<u>", "<em>", "<s>", "alert('x')</script>", "</pre>{{"):
+    raws = ["<img", "<b>because", "<i>", "<u>", "<em>", "<s>", "alert('x')</script>", "</pre>{{"]
+    for raw in [*raws, "<q>", "<small>", "<var>", "<kbd>"]:
         assert raw not in text
     assert text.count("<script>") == 1 and "&lt;script&gt;alert(&#x27;x&#x27;)" in text
     assert "{{body}}" in text  # a mark in the data stays data
@@ -113,6 +118,12 @@ def test_a_suffix_that_says_no_form_is_an_error_that_names_those_that_do(name: s
 
 def test_added_features_are_shown() -> None:
     assert features_text(row("fc", shape=(4, 100, 2500), padding=(12, 0))) == "100+12 → 2,500"
+
+
+def test_each_attention_is_a_line_that_can_be_searched() -> None:
+    text = page(full_report())
+    assert text.count('<tr class="attention"') == 5 and 'aria-label="Search attentions"' in text
+    assert "h.0–3.attn" in full_report()._repr_html_() and "<input" not in full_report()._repr_html_()
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------
@@ -187,17 +198,19 @@ def browser() -> str | None:
 def test_the_page_searches_filters_and_sorts_as_its_address_says(tmp_path: Path) -> None:
     rows = [row(f"h.{i}.fc", shape=(16, 32, 16 * (i + 1))) for i in range(4)]
     rows.append(row("lm_head", status="kept", cause="rule", reason="because", fused=()))
-    report(rows).save(tmp_path / "report.html")
+    report(rows, attentions=(attention("h.0.attn"), staying("h.1.attn"))).save(tmp_path / "report.html")
 
-    def visible(asked: str) -> list[str]:
+    def visible(asked: str, what: str = "linear") -> list[str]:
         command = [
             str(browser()), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
             f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path}/report.html#{asked}",
         ]  # fmt: skip
         text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-        found = re.findall(r'<tr class="(linear[^"]*)".*?data-value="([^"]*)"', text)
+        found = re.findall(rf'<tr class="({what}[^"]*)".*?data-value="([^"]*)"', text)
         return [name for classes, name in found if not {"out", "folded"} & set(classes.split())]
 
     assert visible("q=FC+norm&sort=flops&down") == ["h.3.fc", "h.2.fc", "h.1.fc", "h.0.fc"]
     assert visible("kind=rule") == ["lm_head"]
+    assert visible("kind=rule&attention=H.+tanh", "attention") == ["h.1.attn"]
+    assert visible("kind=rule", "attention") == ["h.0.attn", "h.1.attn"]

@@ -11,7 +11,7 @@ import pytest
 
 from te_compile.inspect.report import Report
 from te_compile.inspect.table import NAME_WIDTH, WIDTH, elided, lines_of
-from tests.inspect.reports import full_report, report, row
+from tests.inspect.reports import attention, full_report, report, row, staying
 
 
 def test_a_report_survives_json() -> None:
@@ -44,6 +44,7 @@ def test_the_text_says_all_that_was_found() -> None:
     for expected in (
         "90.0% of the eligible", "h.0–", "attn.qkv", "x: norm (rms), shared by 3", "projection to logits", "model.py:7",
         "te::gemm ×3", "cublaslt (gemm), triton (quantize): needs a CUDA device", "fc.weight: 2 of gradient", "a note",
+        "h.0–3.attn", "mask folded away: causal; copies of key heads undone", "through tanh before softmax",
     ):  # fmt: skip
         assert expected in text
 
@@ -115,6 +116,35 @@ def test_one_linear_that_runs_twice_is_one_line() -> None:
     assert (line.name, line.count) == ("shared", 2)
 
 
+def test_attentions_are_a_table_of_their_own_after_the_linears() -> None:
+    kept = attention("a.attn", status="sdpa", mask="kept", mask_reason="because", heads="copied", heads_reason="so")
+    lines = str(report([row("fc")], attentions=(kept, staying("b.attn")))).splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("attention"))
+    assert heading > next(i for i, line in enumerate(lines) if line.startswith("fc"))
+    first, second = (" ".join(line.split()) for line in lines[heading + 2 : heading + 4])
+    assert first == "a.attn sdpa mask kept: because; key heads stay copied: so"
+    assert second.startswith("b.attn as written its scores")
+
+
+def test_where_there_is_no_attention_none_is_spoken_of() -> None:
+    nothing = report([row("fc")])
+    assert "attention" not in str(nothing)
+    assert '<tr class="attention"' not in nothing.to_html() and "attention" not in nothing._repr_html_()
+
+
+def test_attentions_of_equal_layers_are_one_line_and_others_are_not() -> None:
+    rows = (*(attention(f"h.{i}.attn") for i in range(3)), attention("h.3.attn", mask="kept", mask_reason="x"))
+    text = str(report([], attentions=rows))
+    assert "h.0–2.attn  ×3" in text and "h.3.attn" in text
+
+
+def test_a_report_of_an_older_version_has_no_attentions() -> None:
+    data = json.loads(report([row("fc")], attentions=(attention("attn"),)).to_json())
+    assert data["attentions"][0]["mask"] == "folded_causal"
+    del data["attentions"]
+    assert Report.from_json(json.dumps(data)).attentions == ()
+
+
 def test_a_terminal_gets_colours_where_rich_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -122,6 +152,7 @@ def test_a_terminal_gets_colours_where_rich_is_installed(monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "120")
     text = str(full_report())
     assert "\x1b[" in text and "attn.qkv" in text and "projection to logits" in text
+    assert "h.0–3.attn" in text and "sdpa, recognised" in text
 
 
 def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:

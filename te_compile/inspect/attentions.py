@@ -1,0 +1,57 @@
+"""One attention of a report, and the words in which every form of the report tells about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HEADINGS = ("attention", "", "runs as", "its mask and key heads, or why it stays")
+
+_RUNS_AS = {"recognised": "sdpa, recognised", "sdpa": "sdpa", "stays": "as written"}
+_MASKS = {
+    "none": "no mask",
+    "is_causal": "causal by its own flag",
+    "folded_causal": "mask folded away: causal",
+    "folded_all": "mask folded away: all true",
+    "kept": "mask kept",
+}
+_HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One attention.
+
+    name: the module that it runs in, in the user's model.
+    status: "recognised" (the model spells it out; it became ``F.scaled_dot_product_attention``), "sdpa" (it is that
+        call already) or "stays" (it runs as the model wrote it).
+    reason: why it stays.
+    mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
+        "kept". Empty for what stays.
+    mask_reason: why the mask is kept.
+    heads: what became of keys and values that the model copies for several heads of queries: "undone" or "copied";
+        empty where it makes no such copies.
+    heads_reason: why they stay copied.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    mask: str = ""
+    mask_reason: str = ""
+    heads: str = ""
+    heads_reason: str = ""
+
+    @property
+    def runs_as(self) -> str:
+        """The status in words."""
+        return _RUNS_AS[self.status]
+
+    @property
+    def detail(self) -> str:
+        """Everything else in one line."""
+        return self.reason or "; ".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        told = ((_MASKS.get(self.mask), self.mask_reason), (_HEADS.get(self.heads), self.heads_reason))
+        yield from (f"{what}: {why}" if why else what for what, why in told if what)

@@ -1,0 +1,121 @@
+"""What ``te_compile.explain`` says of attention, for models as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import te_compile
+from te_compile.inspect import AttentionRow
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+TOKENS, WIDTH = 16, 32
+SMALL = {
+    "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def llama(attention: str) -> nn.Module:
+    config = transformers.LlamaConfig(**SMALL, attn_implementation=attention)
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+def example() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 64, (2, TOKENS))}
+
+
+def padded() -> dict[str, Tensor]:
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :3] = 0
+    return {**example(), "attention_mask": mask}
+
+
+def attentions(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[AttentionRow, ...]:
+    return te_compile.explain(model, *args, **kwargs).attentions
+
+
+class Attention(nn.Module):
+    """One head behind a causal mask that is built as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril()
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+
+
+class Blocks(nn.Module):
+    """Three equal ones; with a break after each, they share one graph."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.breaks = nn.ModuleList(nn.ModuleDict({"attn": Attention()}) for _ in range(3)), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["attn"](x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+def test_the_eager_attention_of_a_llama_with_shared_heads_is_told_under_its_name() -> None:
+    report = te_compile.explain(llama("eager"), **example())
+    expected = AttentionRow("model.layers.0.self_attn", "recognised", mask="folded_causal", heads="undone")
+    assert report.attentions[0] == expected
+    assert [row.name for row in report.attentions] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    expected_line = "self_attn  ×2  sdpa, recognised  mask folded away: causal; copies of key heads undone"
+    assert expected_line in str(report)
+
+
+def test_attention_that_is_a_call_already_is_not_claimed_as_recognised() -> None:
+    first, second = attentions(llama("sdpa"), **example())
+    assert first == AttentionRow("model.layers.0.self_attn", "sdpa", mask="is_causal")
+    assert second.name == "model.layers.1.self_attn"
+
+
+def test_a_causal_mask_built_as_a_tensor_is_told_as_folded() -> None:
+    rows = attentions(Blocks(), torch.randn(2, TOKENS, WIDTH))
+    assert rows == tuple(AttentionRow(f"blocks.{i}.attn", "sdpa", mask="folded_causal") for i in range(3))
+
+
+def test_blocks_that_share_a_graph_have_an_attention_each() -> None:
+    report = te_compile.explain(Blocks(breaks=True), torch.randn(2, TOKENS, WIDTH))
+    assert [row.name for row in report.attentions] == [f"blocks.{i}.attn" for i in range(3)]
+    assert [row.name for row in report.rows] == [f"blocks.{i}.attn.qkv" for i in range(3)]
+
+
+def test_a_mask_of_real_padding_is_kept_and_says_what_it_depends_on() -> None:
+    row, _ = attentions(llama("sdpa"), **padded())
+    assert row.mask == "kept" and "it depends on attention_mask" in row.mask_reason
+    assert row.heads == "copied" and "with a mask" in row.heads_reason
+
+
+def test_scores_under_a_soft_cap_stay_with_the_reason() -> None:
+    config = transformers.Gemma2Config(**SMALL, attn_implementation="eager")
+    row, _ = attentions(transformers.Gemma2ForCausalLM(config).bfloat16(), **example())
+    assert (row.name, row.status, row.mask) == ("model.layers.0.self_attn", "stays", "")
+    assert "tanh before softmax" in row.reason and row.detail == row.reason
+
+
+def test_a_model_without_attention_has_no_such_rows() -> None:
+    report = te_compile.explain(nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH))
+    assert report.attentions == () and "attention" not in str(report)
+
+
+@pytest.mark.slow
+def test_what_padding_costs_attention_is_a_difference() -> None:
+    model = llama("eager")
+    found = te_compile.diff(te_compile.explain(model, **example()), te_compile.explain(model, **padded()))
+    assert [change.fields["mask"] for change in found.attentions] == [("folded_causal", "kept")] * 2
+    assert "heads: undone → copied: with a mask no fused kernel shares them" in str(found)
