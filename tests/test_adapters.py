@@ -11,6 +11,7 @@ import peft
 
 from te_compile.passes import manager
 from tests.compiling import compiled, cosine
+from tests.emulation import emulated
 from tests.zoo.case import Case, Setting
 from tests.zoo.examine import step
 from tests.zoo.models import ARCHITECTURES
@@ -56,8 +57,12 @@ def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
     kept = [site.name for site in record.plan.sites if site.status == "kept"]
     assert [name.rpartition(".")[2] for name in kept] == ["lm_head"]
     assert abs(float(got.loss / expected.loss) - 1) < 0.02
-    # Two products in FP8 where there was one weight, and a rank of 16 averages little of the rounding away.
-    assert all(cosine(got.gradients[name], each) > 0.9 for name, each in expected.gradients.items())
+    # Two products in FP8 where there was one weight, and a rank of 16 averages little of the rounding away: what it
+    # costs differs from draw to draw (the least cosine of 40 was 0.885), but not from textbook FP8.
+    yardstick = emulated(case.model, lambda name, module: "lm_head" not in name)
+    textbook = step(Case(yardstick, case.inputs), yardstick, True, seed)
+    for name, each in expected.gradients.items():
+        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.01, name
 
 
 def test_what_was_frozen_is_as_it_was(seed: int) -> None:
