@@ -1,9 +1,10 @@
 """Launching Triton kernels at little cost to the host.
 
-``kernel[grid](…)`` binds, specialises and looks up all its arguments in Python each time: 94 µs a launch under a profiler,
-on average of a training step's, where this took 64; a GPU that waits for the first kernels of a step spends them idle. A
-step makes the same launches again and again, so the compiled kernel is kept here, under all that Triton would tell apart: the constants, and of each
-argument its dtype, its alignment, or for an integer whether it is 1, a multiple of 16, or beyond 32 bits.
+``kernel[grid](…)`` binds, specialises and looks up all its arguments in Python each time: 94 µs a launch under a
+profiler, on average of a training step's, where this took 64; a GPU that waits for the first kernels of a step spends
+them idle. A step makes the same launches again and again, so the compiled kernel is kept here, under all that Triton
+would tell apart: the constants, and of each argument its dtype, its alignment, or for an integer whether it is 1, a
+multiple of 16, or beyond 32 bits.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ An H200 copies 4.27 TB/s (read and written bytes together), which allows
 A row must have been read whole before its first code can be written, and qᵀ wants runs of many rows: too much for one
 program to hold. So there are two launches. The first one finds mean and rstd of each row and reads x alone (2·M·K
 bytes, 16 µs and 63 µs above); the second one is quantize.py with a norm in front, and starts where the first one ended,
-because the L2 still holds that part: 58 µs and 213 µs for an RMS norm, 64 µs and 218 µs for a layer norm. Two other
-forms were slower than two launches when measured side by side: programs that walk over their rows twice, and one launch
-in which tiles wait for statistics that run ahead of them through the L2, which loses in waiting what it saves in bytes. What
-Triton has no word for, blocks that share their memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built.
+because the L2 still holds that part: 58 µs and 213 µs for an RMS norm, 64 µs and 218 µs for a layer norm. Programs that
+walk over their rows twice were slower. One launch in which tiles wait for statistics that run ahead of them through the
+L2 gained nothing: what it saves in bytes it loses in waiting. What Triton has no word for, blocks that share their
+memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built.
 
 The mean and the variance come from sums of differences from the mean of the row's first block. Sums about 0 would lose
 the variance of large numbers that differ little; these lose a factor of at most the number of blocks, because a first
