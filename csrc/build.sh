@@ -4,7 +4,8 @@
 #   csrc/build.sh [cmake options]          e.g. csrc/build.sh -DTE_COMPILE_CUDA_ARCHS=90a
 #
 # PYTHON names the interpreter that the module is for (default: python3 on the PATH). Needs cmake, a C++17 compiler and
-# pybind11 in that interpreter; nvcc for the CUDA part.
+# pybind11 in that interpreter; nvcc for the CUDA part. Beside the module comes the metadata by which torch.compile finds
+# the backend of a checkout that is on PYTHONPATH.
 set -euo pipefail
 source_dir="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')"
@@ -16,3 +17,4 @@ cmake -S "$source_dir" -B "$build_dir" "${generator[@]}" -DPython_EXECUTABLE="$p
 cmake --build "$build_dir" --parallel
 cd "$source_dir/.."
 "$python" -c 'import sys; sys.path.insert(0, "te_compile"); import _native; print("built", _native.__file__, "with" if _native.cuda_built else "without", "CUDA")'
+"$python" csrc/describe.py
