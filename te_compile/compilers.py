@@ -23,7 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
 from te_compile import __version__
-from te_compile.kernels import native
+from te_compile.kernels import buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
 from te_compile.passes import JOINT_PASSES
@@ -73,6 +73,8 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
     if options.mode:
         patches.update(torch._inductor.list_mode_options(options.mode))
     patches.update(options.inductor)
+    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
+        buffers.stop_lending()
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled
 

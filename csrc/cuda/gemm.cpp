@@ -37,7 +37,7 @@ int64_t alignment_class(const void* pointer) { return reinterpret_cast<uintptr_t
 
 enum KeyField : int {
   kDevice, kM, kN, kK, kLda, kLdb, kLdd, kLdAux, kADtype, kBDtype, kDDtype, kBiasDtype, kAuxDtype, kEpilogueKind,
-  kFast, kAccumulate, kDScale, kAmax, kAlignA, kAlignB, kAlignD, kWorkspace, kTimed, kKeyFields
+  kFast, kLdAddend, kDScale, kAmax, kAlignA, kAlignB, kAlignD, kAlignAddend, kWorkspace, kTimed, kKeyFields
 };
 using Key = std::array<int64_t, kKeyFields>;
 
@@ -72,12 +72,13 @@ Key key_of(const te_gemm& gemm, size_t workspace_bytes) {
   key[kAuxDtype] = uses_aux(gemm.epilogue) ? gemm.aux_dtype : -1;
   key[kEpilogueKind] = gemm.epilogue;
   key[kFast] = gemm.fast_accumulation != 0;
-  key[kAccumulate] = gemm.accumulate != 0;
+  key[kLdAddend] = gemm.addend == nullptr ? 0 : gemm.ld_addend;
   key[kDScale] = gemm.d_scale != nullptr;
   key[kAmax] = gemm.amax_d != nullptr;
   key[kAlignA] = alignment_class(gemm.a);
   key[kAlignB] = alignment_class(gemm.b);
   key[kAlignD] = alignment_class(gemm.d);
+  key[kAlignAddend] = alignment_class(gemm.addend == nullptr ? gemm.d : gemm.addend);
   key[kWorkspace] = static_cast<int64_t>(workspace_bytes);
   key[kTimed] = gemm.candidates > 1;
   return key;
@@ -114,7 +115,8 @@ void validate(const te_gemm& gemm) {
   require(uses_aux(gemm.epilogue) == (gemm.aux != nullptr), "te_cublaslt_gemm: aux and epilogue disagree");
   require(is_float8(gemm.d_dtype) || (!gemm.d_scale && !gemm.amax_d),
           "te_cublaslt_gemm: d_scale and amax_d are for an FP8 d");
-  require(!(is_float8(gemm.d_dtype) && gemm.accumulate), "te_cublaslt_gemm: cannot accumulate into an FP8 d");
+  require(!is_float8(gemm.d_dtype) || gemm.addend == nullptr, "te_cublaslt_gemm: nothing can be added to an FP8 d");
+  require(gemm.addend == nullptr || gemm.ld_addend >= gemm.n, "te_cublaslt_gemm: ld_addend is smaller than its row");
   require(gemm.lda >= gemm.k && gemm.ldb >= gemm.k && gemm.ldd >= gemm.n,
           "te_cublaslt_gemm: a leading dimension is smaller than its row");
   require(!uses_aux(gemm.epilogue) || gemm.ld_aux >= gemm.n, "te_cublaslt_gemm: ld_aux is smaller than its row");
@@ -123,7 +125,9 @@ void validate(const te_gemm& gemm) {
   supported_if(gemm.k > 0 && gemm.k % 16 == 0, "cuBLASLt needs the contraction length to be a multiple of 16");
   supported_if(gemm.lda % 16 == 0 && gemm.ldb % 16 == 0 && gemm.ldd * bytes_of(gemm.d_dtype) % 16 == 0,
                "cuBLASLt needs rows that start on multiples of 16 bytes");
-  for (const void* pointer : {gemm.a, gemm.b, static_cast<const void*>(gemm.d)}) {
+  supported_if(gemm.ld_addend * bytes_of(gemm.d_dtype) % 16 == 0,
+               "cuBLASLt needs rows that start on multiples of 16 bytes");
+  for (const void* pointer : {gemm.a, gemm.b, static_cast<const void*>(gemm.d), gemm.addend}) {
     supported_if(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, "cuBLASLt needs matrices aligned to 16 bytes");
   }
   for (const float* scale : {gemm.a_scale_inv, gemm.b_scale_inv, gemm.d_scale}) {
@@ -167,7 +171,7 @@ uint32_t library_epilogue(te_epilogue epilogue) {
   }
 }
 
-/// An FP8 d is never accumulated into, but its bias type follows that of the absent addend.
+/// Nothing is added to an FP8 d, but its bias type follows that of the absent addend.
 te_dtype addend_dtype(const te_gemm& gemm) {
   if (!is_float8(gemm.d_dtype)) return gemm.d_dtype;
   return uses_bias(gemm.epilogue) && gemm.bias_dtype == TE_FLOAT16 ? TE_FLOAT16 : TE_BFLOAT16;
@@ -178,7 +182,7 @@ struct Plan {
       : product(make_product()),
         a(make_layout(gemm.a_dtype, gemm.m, gemm.k, gemm.lda)),
         b(make_layout(gemm.b_dtype, gemm.n, gemm.k, gemm.ldb)),
-        c(make_layout(addend_dtype(gemm), gemm.m, gemm.n, gemm.ldd)),
+        c(make_layout(addend_dtype(gemm), gemm.m, gemm.n, gemm.addend == nullptr ? gemm.ldd : gemm.ld_addend)),
         d(make_layout(gemm.d_dtype, gemm.m, gemm.n, gemm.ldd)) {
     set(product.get(), lt::kTransA, lt::kOpT);
     set(product.get(), lt::kTransB, lt::kOpN);
@@ -232,7 +236,7 @@ std::vector<lt::HeuristicResult> ask_library(lt::Context* context, const Plan& p
   prefer(lt::kMaxWorkspaceBytes, static_cast<uint64_t>(key[kWorkspace]));
   prefer(lt::kMinAlignmentA, static_cast<uint32_t>(key[kAlignB]));
   prefer(lt::kMinAlignmentB, static_cast<uint32_t>(key[kAlignA]));
-  prefer(lt::kMinAlignmentC, static_cast<uint32_t>(key[kAlignD]));
+  prefer(lt::kMinAlignmentC, static_cast<uint32_t>(key[kAlignAddend]));
   prefer(lt::kMinAlignmentD, static_cast<uint32_t>(key[kAlignD]));
 
   std::vector<lt::HeuristicResult> results(static_cast<size_t>(wanted));
@@ -306,7 +310,7 @@ std::shared_ptr<Slot> slot_of(const Key& key) {
 
 /// Is this length, of the sizes that follow the number of tokens, still among those worth a timing?
 bool worth_timing(Key key) {
-  for (const KeyField field : {kM, kK, kLda, kLdb, kAlignA, kAlignB, kAlignD}) key[field] = 0;
+  for (const KeyField field : {kM, kK, kLda, kLdb, kAlignA, kAlignB, kAlignD, kAlignAddend}) key[field] = 0;
   const std::lock_guard<std::mutex> lock(tables().mutex);
   return tables().timed_lengths[key]++ < kMostTimedLengths;
 }
@@ -322,9 +326,9 @@ lt::Status run(lt::Context* context, const Plan& plan, size_t which, const te_ge
                const Workspace& workspace) {
   const float one = 1.0f;
   const float zero = 0.0f;
-  const void* const addend = is_float8(gemm.d_dtype) ? nullptr : gemm.accumulate ? gemm.d : d;
+  const void* const addend = is_float8(gemm.d_dtype) ? nullptr : gemm.addend != nullptr ? gemm.addend : d;
   return cublaslt().matmul(context, plan.product.get(), &one, gemm.b, plan.b.get(), gemm.a, plan.a.get(),
-                           gemm.accumulate ? &one : &zero, addend, plan.c.get(), d, plan.d.get(),
+                           gemm.addend != nullptr ? &one : &zero, addend, plan.c.get(), d, plan.d.get(),
                            &plan.suggestions[which].algorithm, workspace.memory, workspace.bytes,
                            static_cast<cudaStream_t>(gemm.stream));
 }
@@ -382,7 +386,7 @@ float time_suggestion(lt::Context* context, const Plan& plan, size_t which, cons
 /// change the answer, so the repetitions write elsewhere; without memory for that the first suggestion stands.
 bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, const Workspace& workspace) {
   constexpr int kRounds = 2;  // interleaved, so that a clock still rising favours nobody
-  const bool elsewhere = gemm.accumulate || gemm.d == gemm.aux;
+  const bool elsewhere = gemm.d == gemm.addend || gemm.d == gemm.aux;
   const Scratch scratch(elsewhere ? static_cast<size_t>(gemm.m * gemm.ldd * bytes_of(gemm.d_dtype)) : 0);
   if (elsewhere && scratch.get() == nullptr) return false;
   void* const d = elsewhere ? scratch.get() : gemm.d;

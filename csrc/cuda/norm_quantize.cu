@@ -125,8 +125,6 @@ extern "C" te_status te_cuda_norm_quantize(const te_norm* norm) {
     task.mean = norm->mean;
     task.rstd = norm->rstd;
     divide(task);
-    check_cuda(cudaMemsetAsync(norm->amax, 0, sizeof(float), static_cast<cudaStream_t>(norm->stream)),
-               "te_cuda_norm_quantize: clearing amax");
     const auto run = [&](const Task& given) {
       switch (norm->x_dtype) {
         case TE_FLOAT16: return dispatch<__half>(given, *norm);

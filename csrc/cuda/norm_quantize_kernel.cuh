@@ -112,17 +112,12 @@ __device__ float parameter(const void* values, te_dtype dtype, int64_t at) {
   }
 }
 
-/// What this block knows of a row of its columns, which start at `row` in shared memory.
-///
-/// One pass, with sums of differences from the first element: sums about 0 would lose the variance of large numbers
-/// that differ little. These lose a factor of at most the number of columns (a first element far from the mean is
-/// itself variance), usually of a few.
+/// The sum (if Centre) and the sum of squares of a row of this block's columns, `row` in shared memory, less `shift`.
 template <typename T, bool Centre>
-__device__ Part part_of(const uint8_t* row, int width) {
+__device__ float2 sums_of(const uint8_t* row, int width, float shift) {
   using P = Pair<T>;
   constexpr int kLoads = kColumns / 32 / kVector;
   const int lane = threadIdx.x % 32;
-  const float shift = Centre ? P::floats(*reinterpret_cast<const typename P::Type*>(row)).x : 0.0f;
   float total = 0.0f;
   float squares = 0.0f;
 #pragma unroll
@@ -134,11 +129,11 @@ __device__ Part part_of(const uint8_t* row, int width) {
 #pragma unroll
       for (int j = 0; j < kVector / 2; ++j) {
         float2 x = P::floats(pairs[j]);
-        if (Centre) {
+        if (shift != 0.0f) {
           x.x -= shift;
           x.y -= shift;
-          total += x.x + x.y;
         }
+        if (Centre) total += x.x + x.y;
         squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
       }
     }
@@ -148,9 +143,21 @@ __device__ Part part_of(const uint8_t* row, int width) {
     if (Centre) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
     squares += __shfl_xor_sync(0xFFFFFFFFu, squares, step);
   }
-  if (!Centre) return {0.0f, squares};
-  const float apart = total / width;
-  return {shift + apart, squares - apart * total};
+  return make_float2(total, squares);
+}
+
+/// What this block knows of a row. Sums about 0 lose the variance of large numbers that differ little, so where they
+/// would lose more than a factor of 64 the row is summed again, about its mean.
+template <typename T, bool Centre>
+__device__ Part part_of(const uint8_t* row, int width) {
+  constexpr float kMostLost = 64.0f;
+  const float2 sums = sums_of<T, Centre>(row, width, 0.0f);
+  if (!Centre) return {0.0f, sums.y};
+  const float mean = sums.x / width;
+  const float squares = sums.y - mean * sums.x;
+  if (squares * kMostLost >= sums.y) return {mean, squares};
+  const float2 apart = sums_of<T, Centre>(row, width, mean);
+  return {mean + apart.x / width, apart.y - apart.x / width * apart.x};
 }
 
 /// mean and rstd of a row from the parts of all blocks.
@@ -216,10 +223,9 @@ __device__ Parameters parameters_at(const Task& task, int64_t at) {
 
 /// y, in x's dtype, of four elements of a row; `statistic`: -mean * rstd, which is as exact as the mean is, and rstd.
 template <typename T, bool Centre, bool RoundFirst>
-__device__ Four<T> normalised(const uint8_t* from, float2 statistic, const Parameters& by) {
+__device__ Four<T> normalised(const uint2& loaded, float2 statistic, const Parameters& by) {
   using P = Pair<T>;
-  Four<T> x;
-  *reinterpret_cast<uint2*>(&x) = *reinterpret_cast<const uint2*>(from);  // one load: member by member it would be two
+  const Four<T>& x = *reinterpret_cast<const Four<T>*>(&loaded);
   Four<T> y;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -244,11 +250,11 @@ struct Columns {
   int in_stage;
 };
 
-/// Step 3, of the rows from `first_row`, `tile` in shared memory; lane r of every warp has `normalised`'s statistic of
-/// row r. `Whole`: all 32 rows exist and results are wanted, so nothing need be asked of each row.
+/// Step 3, of the rows from `first_row`, `tile` in shared memory, as `statistics` has `normalised`'s of each row.
+/// `Whole`: all 32 rows exist and results are wanted, so nothing need be asked of each row.
 template <typename T, bool Centre, bool RoundFirst, bool Whole, bool Emit>
-__device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, int64_t first_row, float2 statistic,
-                             const Columns& columns, const Parameters& by, float used,
+__device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, int64_t first_row,
+                             const float2* statistics, const Columns& columns, const Parameters& by, float used,
                              typename Pair<T>::Type& largest) {
   using P = Pair<T>;
   const int half = threadIdx.x % 32 / 16;
@@ -262,32 +268,36 @@ __device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, i
   const uint8_t* from = tile + half * kHalf * pitch + max(columns.in_stage, 0);
   uint8_t* q = task.q + row0 * task.columns + columns.at;
   T* y = static_cast<T*>(task.y) + row0 * task.columns + columns.at;
+  const auto zero = P::rounded(make_float2(0.0f, 0.0f));
   uint32_t words[kWide][kHalf / 4];
 #pragma unroll
   for (int four = 0; four < kHalf / 4; ++four) {
+    uint2 loaded[4];  // before anything is stored, so that all loads are in flight at once
+#pragma unroll
+    for (int i = 0; i < 4; ++i) loaded[i] = *reinterpret_cast<const uint2*>(from + i * pitch);
     uint32_t rows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = four * 4 + i;
-      float2 of_row = make_float2(0.0f, __shfl_sync(0xFFFFFFFFu, statistic.y, half * kHalf + row));
-      if (Centre) of_row.x = __shfl_sync(0xFFFFFFFFu, statistic.x, half * kHalf + row);
       Four<T> result{};  // rows past the end are padding, which a mean or a bias must not fill
-      if (Whole || row < rows_here) result = normalised<T, Centre, RoundFirst>(from, of_row, by);
+      if (Whole || row < rows_here) {
+        result = normalised<T, Centre, RoundFirst>(loaded[i], statistics[half * kHalf + row], by);
+      }
       if (!Whole || exist) {
         largest = __hmax2_nan(largest, __hmax2_nan(__habs2(result.pairs[0]), __habs2(result.pairs[1])));
       }
-      const float2 first = P::floats(result.pairs[0]);
-      const float2 second = P::floats(result.pairs[1]);
-      rows[i] = codes_of(
-          {scaled(first.x, used), scaled(first.y, used), scaled(second.x, used), scaled(second.y, used)});
+      // `scaled` in pairs: 0 times an infinity is a NaN, and nothing else changes.
+      const float2 first = P::floats(__hfma2(result.pairs[0], zero, result.pairs[0]));
+      const float2 second = P::floats(__hfma2(result.pairs[1], zero, result.pairs[1]));
+      rows[i] = codes_of({first.x * used, first.y * used, second.x * used, second.y * used});
       if (Whole ? exist : row < rows_here) {
-        if (store_q) *reinterpret_cast<uint32_t*>(q) = rows[i];
-        if (Emit) *reinterpret_cast<uint2*>(y) = *reinterpret_cast<const uint2*>(&result);
+        if (store_q) *reinterpret_cast<uint32_t*>(q + i * task.columns) = rows[i];
+        if (Emit) *reinterpret_cast<uint2*>(y + i * task.columns) = *reinterpret_cast<const uint2*>(&result);
       }
-      from += pitch;
-      q += task.columns;
-      y += task.columns;
     }
+    from += 4 * pitch;
+    q += 4 * task.columns;
+    y += 4 * task.columns;
     uint32_t turned[4];
     transpose(rows, turned);
 #pragma unroll
@@ -323,6 +333,7 @@ struct Shared {
   uint64_t told[2];           // all parts of a turn have come
   uint64_t filled[kStages];   // all rows of a turn have come
   uint64_t emptied[kStages];  // all warps are done with them
+  float2 statistics[kWarps][kRows];  // of each warp alone: reading them costs less than shuffles
   float largest_of_warp[kWarps];
 };
 
@@ -431,13 +442,14 @@ __device__ void work(const Task& task, const Walk& walk, Shared& shared, uint8_t
       if (Centre) task.mean[first_row + lane] = statistic.x;
       task.rstd[first_row + lane] = statistic.y;
     }
-    statistic.x *= -statistic.y;
+    float2* const statistics = shared.statistics[warp];
+    statistics[lane] = make_float2(-statistic.x * statistic.y, statistic.y);
     // The others send parts of turn + 2 only after they have had this block's of turn + 1, which follow.
     if (threadIdx.x == 0 && turn + 2 < turns) expect_bytes(&shared.told[turn % 2], bytes_of_parts(task));
     __syncwarp();
     if (turn + 1 < turns) reduce_rows<T, Centre>(task, walk, shared, stages, turn + 1);
     const uint8_t* tile = walk.stage(stages, turn);
-    cast<T, Centre, RoundFirst>(task, tile, walk.pitch, first_row, statistic, columns, by, used, largest);
+    cast<T, Centre, RoundFirst>(task, tile, walk.pitch, first_row, statistics, columns, by, used, largest);
     __syncwarp();
     if (lane == 0) arrive(&shared.emptied[turn % kStages]);
   }

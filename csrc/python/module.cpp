@@ -135,10 +135,10 @@ void cuda_update_scales(int device, const std::vector<Address>& states, const st
 }
 
 te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv, Address b_scale_inv, Address d_scale,
-                Address amax_d, Address bias, Address aux, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
-                int64_t ldd, int64_t ld_aux, int a_dtype, int b_dtype, int d_dtype, int bias_dtype, int aux_dtype,
-                int epilogue, bool fast_accumulation, bool accumulate, Address workspace, size_t workspace_bytes,
-                int candidates, Address stream) {
+                Address amax_d, Address bias, Address aux, Address addend, int64_t m, int64_t n, int64_t k, int64_t lda,
+                int64_t ldb, int64_t ldd, int64_t ld_aux, int64_t ld_addend, int a_dtype, int b_dtype, int d_dtype,
+                int bias_dtype, int aux_dtype, int epilogue, bool fast_accumulation, Address workspace,
+                size_t workspace_bytes, int candidates, Address stream) {
   te_gemm gemm{};
   gemm.device = device;
   gemm.a = pointer<const void>(a);
@@ -150,6 +150,7 @@ te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv
   gemm.amax_d = pointer<float>(amax_d);
   gemm.bias = pointer<void>(bias);
   gemm.aux = pointer<void>(aux);
+  gemm.addend = pointer<const void>(addend);
   gemm.m = m;
   gemm.n = n;
   gemm.k = k;
@@ -157,6 +158,7 @@ te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv
   gemm.ldb = ldb;
   gemm.ldd = ldd;
   gemm.ld_aux = ld_aux;
+  gemm.ld_addend = ld_addend;
   gemm.a_dtype = static_cast<te_dtype>(a_dtype);
   gemm.b_dtype = static_cast<te_dtype>(b_dtype);
   gemm.d_dtype = static_cast<te_dtype>(d_dtype);
@@ -164,7 +166,6 @@ te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv
   gemm.aux_dtype = static_cast<te_dtype>(aux_dtype);
   gemm.epilogue = static_cast<te_epilogue>(epilogue);
   gemm.fast_accumulation = fast_accumulation;
-  gemm.accumulate = accumulate;
   gemm.workspace = pointer<void>(workspace);
   gemm.workspace_bytes = workspace_bytes;
   gemm.candidates = candidates;
@@ -236,8 +237,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("cuda_update_scales", &cuda_update_scales, unlocked,
              "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =
-      "(device, a, b, d, a_scale_inv, b_scale_inv, d_scale, amax_d, bias, aux, m, n, k, lda, ldb, ldd, ld_aux, "
-      "a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype, epilogue, fast_accumulation, accumulate, workspace, "
+      "(device, a, b, d, a_scale_inv, b_scale_inv, d_scale, amax_d, bias, aux, addend, m, n, k, lda, ldb, ldd, ld_aux, "
+      "ld_addend, a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype, epilogue, fast_accumulation, workspace, "
       "workspace_bytes, candidates, stream)";
   module.def("cublaslt_gemm", over_gemm<te_cublaslt_gemm>(&gemm_of), unlocked, gemm_arguments);
   module.def("cublaslt_check", over_gemm<te_cublaslt_check>(&gemm_of), unlocked, gemm_arguments);

@@ -2,7 +2,7 @@
 
     p[M, N] = (a[M, K] · b[N, K]ᵀ) · a_scale_inv · b_scale_inv
 
-    gemm            y = p + bias, or out += p (an fp32 ``out`` takes weight gradients without a pass of its own)
+    gemm            y = p + addend + bias: a residual stream, or ``out`` itself, which so takes weight gradients
     gemm_gelu_aux   aux = p + bias, y = gelu(aux)                 the tanh form: an erf GELU must not come here
     gemm_dgelu      dx = p · gelu'(aux), db = Σ rows of dx
     gemm_to_fp8     q = saturate(y · scale) in FP8 and amax, of the first two
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_compile.kernels import native
+from te_compile.kernels import buffers, native
+from te_compile.kernels.buffers import on_device_of
 from te_compile.ops.registry import Target, Unsupported
 
 ALIGNMENT = 16  # bytes or FP8 elements: matrices, rows and contraction lengths
@@ -99,7 +100,8 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
     if isinstance(columns, int) and isinstance(length, int):
         rows = rows if isinstance(rows, int) else _USUAL_ROWS
         fast = arguments.get("accumulation", "fast") == "fast"
-        if reason := _refused(rows, columns, length, a.dtype, b.dtype, out_dtype, fused, fast):
+        added = arguments.get("addend") is not None
+        if reason := _refused(rows, columns, length, a.dtype, b.dtype, out_dtype, fused, added, fast):
             raise Unsupported(reason)
 
 
@@ -112,6 +114,7 @@ def _refused(
     b_dtype: torch.dtype,
     out_dtype: torch.dtype,
     biased: bool,
+    added: bool,
     fast: bool,
 ) -> str:
     """Why the library has no algorithm for such a product on the current device; "" if it has one."""
@@ -122,12 +125,12 @@ def _refused(
             torch.cuda.current_device(),
             somewhere, somewhere, somewhere,  # a, b, d
             somewhere, somewhere, 0, 0,  # their scales, amax
-            somewhere if biased else 0, 0,  # bias, aux
+            somewhere if biased else 0, 0, somewhere if added else 0,  # bias, aux, addend
             rows, columns, length,
-            length, length, columns, columns,  # leading dimensions
+            length, length, columns, columns, columns,  # leading dimensions
             codes[a_dtype], codes[b_dtype], codes[out_dtype], codes[_BIAS_DTYPE[out_dtype]], codes[torch.bfloat16],
             _epilogues()["bias" if biased else "none"],
-            fast, False,
+            fast,
             0, 0, 1, 0,  # no workspace of the caller's, one candidate, the default stream
         )  # fmt: skip
     except core.Unsupported as reason:
@@ -146,25 +149,26 @@ def gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     accumulation: str,
+    addend: Tensor | None = None,
     out: Tensor | None = None,
-    accumulate: bool = False,
 ) -> Tensor:
-    """y = p + bias [M, N] of ``out_dtype``.
+    """y = p + addend + bias [M, N] of ``out_dtype``, rounded once.
 
     a: [M, K], b: [N, K] FP8, not both E5M2. Scales: [] fp32 on the device. accumulation: "fast" or "split".
-    out: where to write, [M, N] of ``out_dtype``; with ``accumulate`` the product is added to what it holds.
+    addend, out: [M, N] of ``out_dtype``, ``out`` where to write. They may be one tensor, which is then added to.
     """
     rows, columns = a.shape[0], b.shape[0]
-    if bias is not None and (accumulate or bias.dtype != _BIAS_DTYPE[out_dtype]):
-        return _gemm_with_foreign_bias(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation, out, accumulate)
-    if out is None:
-        if accumulate:
-            raise ValueError("accumulate=True: there is nothing to add to; pass out=")
-        y = torch.empty((rows, columns), dtype=out_dtype, device=a.device)
-    else:
-        y = _checked_out(out, rows, columns, out_dtype)
+    if bias is not None and bias.dtype != _BIAS_DTYPE[out_dtype]:
+        return _gemm_with_foreign_bias(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation, addend, out)
+    y = out
+    if y is None:
+        with on_device_of(a):
+            y = buffers.empty(a, (rows, columns), out_dtype)
+    for name, matrix in (("out", out), ("addend", addend)):
+        if matrix is not None:
+            _check_matrix(name, matrix, rows, columns, out_dtype)
     epilogue = "none" if bias is None else "bias"
-    _launch(a, b, y, a_scale_inv, b_scale_inv, epilogue, accumulation, bias=bias, accumulate=accumulate)
+    _launch(a, b, y, a_scale_inv, b_scale_inv, epilogue, accumulation, bias=bias, addend=addend)
     return y
 
 
@@ -176,17 +180,18 @@ def _gemm_with_foreign_bias(
     bias: Tensor,
     out_dtype: torch.dtype,
     accumulation: str,
+    addend: Tensor | None,
     out: Tensor | None,
-    accumulate: bool,
 ) -> Tensor:
     """:func:`gemm` with a bias that the epilogue cannot read: the product is added to it in fp32, so it rounds once."""
     wide = bias.float().expand(a.shape[0], b.shape[0]).contiguous()
-    if accumulate and out is not None:
-        wide += out
-    _launch(a, b, wide, a_scale_inv, b_scale_inv, "none", accumulation, accumulate=True)
+    if addend is not None:
+        wide += addend
+    _launch(a, b, wide, a_scale_inv, b_scale_inv, "none", accumulation, addend=wide)
     if out is None:
         return wide.to(out_dtype)
-    return _checked_out(out, a.shape[0], b.shape[0], out_dtype).copy_(wide)
+    _check_matrix("out", out, a.shape[0], b.shape[0], out_dtype)
+    return out.copy_(wide)
 
 
 def gemm_gelu_aux(
@@ -253,14 +258,13 @@ def gemm_to_fp8(
 # --- the call -------------------------------------------------------------------------------------------------------
 
 
-def _checked_out(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """``out`` if a product can be written there."""
-    if out.shape != (rows, columns) or out.dtype != dtype or (columns > 1 and out.stride(1) != 1):
+def _check_matrix(name: str, matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Raise ValueError if a product cannot be written to ``matrix`` or added to it."""
+    if matrix.shape != (rows, columns) or matrix.dtype != dtype or (columns > 1 and matrix.stride(1) != 1):
         raise ValueError(
-            f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())}; "
+            f"{name} is {matrix.dtype} {list(matrix.shape)} with strides {list(matrix.stride())}; "
             f"needed: {dtype} [{rows}, {columns}], contiguous along its rows"
         )
-    return out
 
 
 def _rowwise(matrix: Tensor) -> tuple[Tensor, int]:
@@ -289,7 +293,7 @@ def _launch(
     aux: Tensor | None = None,
     d_scale: Tensor | None = None,
     amax: Tensor | None = None,
-    accumulate: bool = False,
+    addend: Tensor | None = None,
 ) -> None:
     """Enqueue one product on PyTorch's current stream of a's device. Raises Unsupported if the library refuses it."""
     core, codes = native.module(), native.dtype_codes()
@@ -303,6 +307,7 @@ def _launch(
     a, lda = _rowwise(a)
     b, ldb = _rowwise(b)
     ldd = d.stride(0) if d.shape[0] > 1 else d.shape[1]
+    ld_addend = 0 if addend is None else addend.stride(0) if addend.shape[0] > 1 else addend.shape[1]
     if aux is not None:
         aux, ld_aux = _rowwise(aux)
     else:
@@ -311,20 +316,21 @@ def _launch(
     d_scale = None if d_scale is None else _readable(d_scale)
     bias = None if bias is None else _readable(bias)  # one to be written is fresh memory and stays itself
     device = a.device.index
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
+    with on_device_of(a):
+        workspace = buffers.empty(a, (WORKSPACE_BYTES,), torch.uint8)
     try:
         core.cublaslt_gemm(
             device,
             a.data_ptr(), b.data_ptr(), d.data_ptr(),
             a_scale_inv.data_ptr(), b_scale_inv.data_ptr(), native.address(d_scale), native.address(amax),
-            native.address(bias), native.address(aux),
+            native.address(bias), native.address(aux), native.address(addend),
             a.shape[0], b.shape[0], a.shape[1],
-            lda, ldb, ldd, ld_aux,
+            lda, ldb, ldd, ld_aux, ld_addend,
             codes[a.dtype], codes[b.dtype], codes[d.dtype],
             codes[torch.bfloat16 if bias is None else bias.dtype],
             codes[torch.bfloat16 if aux is None else aux.dtype],
             _epilogues()[epilogue],
-            accumulation == "fast", accumulate,
+            accumulation == "fast",
             workspace.data_ptr(), WORKSPACE_BYTES, _candidates(), native.current_stream(device),
         )  # fmt: skip
     except core.Unsupported as reason:

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.quantize import on_device_of
 
 BLOCK_K = 128  # of the contraction; also how many of its products are summed before they are promoted to fp32 ("split")
 GROUP_ROWS = 8  # row tiles that take all column tiles together, so that the L2 serves both operands

@@ -4,7 +4,7 @@
 profiler, on average of a training step's, where this took 64; a GPU that waits for the first kernels of a step spends
 them idle. A step makes the same launches again and again, so the compiled kernel is kept here, under all that Triton
 would tell apart: the constants, and of each argument its dtype, its alignment, or for an integer whether it is 1, a
-multiple of 16, or beyond 32 bits.
+multiple of 16, or beyond 32 bits. Tensors are handed over as addresses, which spares the driver a question for each.
 """
 
 from __future__ import annotations
@@ -16,28 +16,41 @@ import triton
 from torch import Tensor
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+_ONE, _SIXTEENS, _SMALL, _WIDE = range(4)
 
 
-def _form(argument: Any) -> Any:
-    """What a kernel may have been specialised for."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() & 15 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument & 15 == 0, -0x80000000 <= argument < 0x80000000, argument < 1 << 63
-    return type(argument)
+def _form_of(number: int) -> int:
+    """What a kernel may have been specialised for, by Triton's rules for integers."""
+    if number == 1:
+        return _ONE
+    if not -0x80000000 <= number < 0x80000000:
+        return _WIDE + (number & 15 == 0) + 2 * (number >= 1 << 63)
+    return _SMALL if number & 15 else _SIXTEENS
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
     """Run ``grid`` programs, or a rectangle of them, of a ``triton.jit`` kernel on the current device and stream.
 
-    arguments: all parameters that are not constants, in their order; constants: the others, and num_warps.
+    arguments: all parameters that are not constants, in their order, a tensor of the current device among them;
+    constants: the others, and num_warps.
     """
     programs = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
     if triton.knobs.runtime.interpret:
         kernel[programs](*arguments, **constants)
         return
-    device = torch.cuda.current_device()
-    key = (id(kernel), device, *constants.items(), *map(_form, arguments))
+    values: list[Any] = []
+    forms: list[Any] = []
+    device = 0
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            address = argument.data_ptr()
+            device = argument.get_device()
+            forms += (argument.dtype, address & 15 == 0)
+            values.append(address)
+        else:
+            forms.append(_form_of(argument) if isinstance(argument, int) else type(argument))
+            values.append(argument)
+    key = (id(kernel), device, tuple(constants), tuple(constants.values()), tuple(forms))
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[programs](*arguments, **constants)
@@ -45,4 +58,15 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
         _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
         return
     compiled, rest, _ = found
-    compiled[programs](*arguments, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if _is_watched():
+        compiled[programs](*values, *rest, stream=stream)
+    else:  # what the line above does where nobody has asked to be told of launches
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        run(*programs, stream, function, metadata, None, None, None, *values, *rest)
+
+
+def _is_watched() -> bool:
+    """Has a profiler asked Triton to tell it of launches?"""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)

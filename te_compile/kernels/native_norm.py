@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_compile.kernels import native
+from te_compile.kernels import buffers, native
+from te_compile.kernels.buffers import on_device_of
 from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, RMS_OFFSET, output_dtype
-from te_compile.ops.quantize import padded
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.recipe import ScaleRule
 
@@ -88,12 +88,11 @@ def norm_quantize(
     rows, columns = x.shape
     if not _in_place(x):
         x = x.clone(memory_format=torch.contiguous_format)
-    y = x.new_empty((rows, columns) if emit else (0,))
-    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
-    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
-    amax, scale_inv = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    mean = x.new_empty((rows, 1) if kind == LAYER else (0,), dtype=torch.float32)
-    rstd = x.new_empty((rows, 1), dtype=torch.float32)
+    with on_device_of(x):
+        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
+        y = buffers.empty(x, (rows, columns) if emit else (0,), x.dtype)
+        mean = buffers.empty(x, (rows, 1) if kind == LAYER else (0,), torch.float32)
+        rstd = buffers.empty(x, (rows, 1), torch.float32)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     codes = native.dtype_codes()
     weight_dtype, bias_dtype = (

@@ -27,14 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
     Tile,
     fp8_words,
     largest_of_four,
     must_measure,
-    on_device_of,
-    padded,
     record_amax,
     rounded,
     rule_constants,
@@ -44,6 +44,7 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
+from te_compile.ops.quantize import padded
 from te_compile.recipe import ScaleRule
 
 # The kinds of te_compile/ops/norm.py, as what the kernel does differently: does the row's mean go, is the normalised
@@ -249,13 +250,14 @@ def norm_quantize(
     rows, columns = x.shape
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
     y_dtype = y_dtype or x.dtype
-    y = x.new_empty((rows, columns) if emit else (0,), dtype=y_dtype)
-    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
-    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
     tile = tile or _tile(rows)
-    amax, scale_inv = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    mean = x.new_empty((rows, 1) if kind in CENTRED else (0,), dtype=torch.float32)
-    rstd = x.new_empty((rows, 1), dtype=torch.float32)
+    with on_device_of(x):
+        q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
+        qt = buffers.empty(x, (columns, padded(rows)) if columnwise else (0,), dtype)
+        amax, scale_inv = (buffers.empty(x, (), torch.float32) for _ in range(2))
+        y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
+        mean = buffers.empty(x, (rows, 1) if kind in CENTRED else (0,), torch.float32)
+        rstd = buffers.empty(x, (rows, 1), torch.float32)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
     target, epsilon, power_2 = rule_constants(rule, dtype)

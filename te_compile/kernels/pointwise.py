@@ -21,6 +21,7 @@ changed generator never meets a stale one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -37,10 +38,13 @@ import triton.language as tl
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.quantize import INTERPRETED, Tile, on_device_of, padded, rule_constants
+from te_compile.kernels.quantize import INTERPRETED, Tile, rule_constants
 from te_compile.kernels.spellings import ONE_LESS_TANH_SQUARED, ONE_PLUS_TANH, TIMES_SIGMOID, spelled
-from te_compile.ops.pointwise import Constant, Operand, Place, Spec, extent
+from te_compile.ops.pointwise import Constant, Input, Operand, Place, Spec, extent, grouped, joined
+from te_compile.ops.quantize import padded
 from te_compile.recipe import ScaleRule
 
 # What each operation of the spec language is in Triton, on fp32 numbers and int1 truths.
@@ -194,6 +198,27 @@ def read_column(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns
 
 
 @triton.jit
+def part_at(x, stride_g, width, column):
+    """Where column ``column`` of a part [A, S, G, D = width] starts."""
+    return x + (column // width).to(tl.int64) * stride_g + column % width
+
+
+@triton.jit
+def read_part(
+    x, stride_a, stride_s, length, tile_m, m, k, in_rows, in_columns, EVEN: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """A tile of a part with S = ``length``, from the column at ``x`` on. ``WHOLE``: its rows have one index in A."""
+    first = tile_m.to(tl.int32)
+    if WHOLE:
+        x += (first // length).to(tl.int64) * stride_a + (first % length).to(tl.int64) * stride_s
+        rows = m * stride_s
+    else:
+        row = first + m
+        rows = (row // length).to(tl.int64) * stride_a + (row % length).to(tl.int64) * stride_s
+    return read(x + rows[:, None] + k[None, :], in_rows[:, None] & in_columns[None, :], EVEN)
+
+
+@triton.jit
 def whole(value, in_rows, in_columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """``value`` over the whole tile, 0 outside the matrix (a producer of zeros need not be zero)."""
     value = tl.broadcast_to(value, (ROWS, COLUMNS))
@@ -220,14 +245,49 @@ def _form(operation: str, operands: tuple[Operand, ...]) -> str:
     )
 
 
-def _read_text(index: int, spec: Spec) -> str:
-    given, x = spec.inputs[index], f"x{index}"
+def _parameters(index: int, given: Input) -> list[str]:
+    """The names by which the kernels get input ``index``: see ``_kernel_arguments``."""
+    x = f"x{index}"
+    if not given.parts:
+        return [x, f"{x}_m", f"{x}_k"]
+    of_parts = (f"{x}p{part}{end}" for part in range(len(given.parts)) for end in ("", "_a", "_s", "_g", "_d"))
+    return [*of_parts, f"{x}_length"]
+
+
+def _read_text(index: int, given: Input) -> list[str]:
+    """The statements that read a tile of input ``index``."""
+    x, lines = f"x{index}", []
     if given.place is Place.SCALAR:
         loaded = f"tl.load({x})"
+    elif given.parts:
+        lines = _part_text(x, given.parts)
+        loaded = f"read_part({x}_at, {x}_a, {x}_s, {x}_length, tile_m, m, k, in_rows, in_columns, EVEN, WHOLE)"
     else:
         where = f"{x}, {x}_m, {x}_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN"
         loaded = f"read_{given.place.name.lower()}({where})"
-    return f"{loaded} != 0" if given.dtype == torch.bool else f"{loaded}.to(tl.float32)"
+    number = f"{loaded} != 0" if given.dtype == torch.bool else f"{loaded}.to(tl.float32)"
+    return [*lines, f"{x} = {number}"]
+
+
+def _part_text(x: str, widths: tuple[int, ...]) -> list[str]:
+    """Which part a tile's columns are of, and where they start in it: a tile is never of two.
+
+    Indices are 32 bits wide, for dividing wider ones costs as much as all else that a small tile does.
+    """
+    lines = [f"{x}_turn, {x}_column = tile_k.to(tl.int32) // {sum(widths)}, tile_k.to(tl.int32) % {sum(widths)}"]
+    start = 0
+    for part, width in enumerate(widths):
+        p = f"{x}p{part}"
+        of_part = {
+            "at": p,
+            **{end: f"{p}_{end}" for end in "asgd"},
+            "within": f"{x}_turn * {width} + {x}_column - {start}",
+        }
+        for name, value in of_part.items():
+            chosen = f"tl.where({x}_column < {start}, {x}_{name}, {value})" if part else value
+            lines.append(f"{x}_{name} = {chosen}")
+        start += width
+    return [*lines, f"{x}_at = part_at({x}_at, {x}_g, {x}_d, {x}_within)"]
 
 
 _SOURCE = '''\
@@ -240,7 +300,8 @@ import triton
 import triton.language as tl
 
 from te_compile.kernels.pointwise import (
-    expm1, log1p, one_less_tanh_squared, one_plus_tanh, power, read_column, read_full, read_row, sigmoid, tanh, whole,
+    expm1, log1p, one_less_tanh_squared, one_plus_tanh, part_at, power, read_column, read_full, read_part, read_row,
+    sigmoid, tanh, whole,
 )
 from te_compile.kernels.quantize import (
     fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use, scaled,
@@ -250,7 +311,8 @@ from te_compile.kernels.quantize import (
 @triton.jit
 def values(
     {inputs},
-    tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    tile_m, tile_k, m, k, in_rows, in_columns,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     {body}
     return {returned}
@@ -265,7 +327,8 @@ def corner(program, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["scale"])
 def measure(
     {inputs},
-    scale, amax, rows, columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    scale, amax, rows, columns,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     if must_measure(scale):
         tile_m, tile_k = corner(tl.program_id(0), columns, ROWS, COLUMNS)
@@ -273,7 +336,7 @@ def measure(
         in_rows, in_columns = tile_m + m < rows, tile_k + k < columns
         {returned} = values(
             {arguments},
-            tile_m, tile_k, m, k, in_rows, in_columns, EVEN, ROWS, COLUMNS,
+            tile_m, tile_k, m, k, in_rows, in_columns, EVEN, WHOLE, ROWS, COLUMNS,
         )
         record_amax(amax, largest_of(magnitude({z})))
 
@@ -283,7 +346,8 @@ def produce(
     {inputs},
     {outputs}scale, q, qt, amax, scale_inv, rows, columns, padded_rows,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
     used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
@@ -310,23 +374,23 @@ def produce(
 
 def source(spec: Spec) -> str:
     """The Python text of the kernels for ``spec``."""
-    inputs = [f"x{i}" for i in range(len(spec.inputs))]
-    parameters = [f"{x}, {x}_m, {x}_k" for x in inputs]
+    parameters = [_parameters(i, given) for i, given in enumerate(spec.inputs)]
+    arguments = ", ".join(name for names in parameters for name in names)
     # What leaves the tile: z first; a value that is used twice is returned once.
     leaving = list(dict.fromkeys([spec.quantized, *(r.value for r in (*spec.emitted, *spec.sums))]))
-    body = [f"{x} = {_read_text(i, spec)}" for i, x in enumerate(inputs)]
+    body = [line for i, given in enumerate(spec.inputs) for line in _read_text(i, given)]
     body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in spelled(spec)]
     body += [f"{name}_all = whole({name}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
     outputs = [f"e{i}" for i in range(len(spec.emitted))] + [f"s{i}" for i in range(len(spec.sums))]
     return _SOURCE.format(
         spec="\n    ".join(spec.lines()),
-        inputs=",\n    ".join(parameters),
-        arguments=", ".join(parameters),
+        inputs=",\n    ".join(map(", ".join, parameters)),
+        arguments=arguments,
         outputs="".join(f"{name}, " for name in outputs),
         body="\n    ".join(body),
         returned=", ".join(f"{name}_all" for name in leaving),
         z=f"{spec.quantized}_all",
-        **_quarters(spec, leaving, ", ".join(parameters)),
+        **_quarters(spec, leaving, arguments),
     )
 
 
@@ -344,7 +408,7 @@ def _quarters(spec: Spec, leaving: list[str], arguments: str) -> dict[str, str]:
             f"inside{j} = in_rows{j}[:, None] & in_columns[None, :]",
             f"{', '.join(f'{name}_{j}' for name in leaving)} = values(",
             f"    {arguments},",
-            f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, ROWS // 4, COLUMNS,",
+            f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, WHOLE, ROWS // 4, COLUMNS,",
             ")",
         ]
         cast += [f"scaled{j} = scaled({spec.quantized}_{j}, used)"]
@@ -408,7 +472,7 @@ def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 def _added_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension, in ``dtype``."""
     count, columns = partials.shape
-    total = partials.new_empty(columns, dtype=dtype)
+    total = buffers.empty(partials, (columns,), dtype)
     # 128 programs and 128 bytes of a row for each even of 4096 columns: the whole GPU reads.
     launch(_add_up, triton.cdiv(columns, 32), partials, total, count, columns, ROWS=64, COLUMNS=32, num_warps=4)
     return total
@@ -417,9 +481,10 @@ def _added_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
 # 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
 # copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
 TILE = Tile(64, 128, 8)
-# Where columns are summed: a sum ends in an exchange between all warps, and fewer of them take 246 µs where eight take
-# 314 (the backward of ReLU² with its bias gradient, 8192 × 16384).
-SUMMING = Tile(64, 64, 4)
+# Where columns are summed: a sum ends in an exchange between all warps, so few of them do it. On an H200 the backward
+# of ReLU² with its bias gradient takes 65 µs for 8192 × 4096 where 64 × 64 with four warps takes 69 and 64 × 128 with
+# eight 73; that of GELU 246 µs for 8192 × 16384 where they take 254 and 314.
+SUMMING = Tile(32, 64, 2)
 
 
 def tile_for(spec: Spec) -> Tile:
@@ -427,14 +492,48 @@ def tile_for(spec: Spec) -> Tile:
     return SUMMING if spec.sums else TILE
 
 
+NARROWEST = 32  # columns of a tile: below it, parts are joined before
+
+
 def _kernel_arguments(spec: Spec, inputs: list[Tensor]) -> list[Tensor | int]:
-    """Each input as pointer, stride over rows, stride over columns; 0 where it does not vary."""
+    """Each input as pointer, stride over rows, stride over columns, 0 where it does not vary.
+
+    An input in parts [A, S, G, D]: of each part pointer, strides over A, S and G, and D; then S.
+    """
     arguments: list[Tensor | int] = []
-    for given, x in zip(spec.inputs, inputs, strict=True):
-        stride_m = x.stride(0) if given.place in (Place.FULL, Place.COLUMN) else 0
-        stride_k = x.stride(-1) if given.place in (Place.FULL, Place.ROW) else 0
-        arguments += [x.view(torch.uint8) if given.dtype == torch.bool else x, stride_m, stride_k]
+    for given, tensors in grouped(spec, inputs):
+        x = tensors[0]
+        if given.parts:
+            for part in tensors:
+                arguments += [_bytes(part), *part.stride()[:3], part.shape[3]]
+            arguments.append(x.shape[1])
+        else:
+            stride_m = x.stride(0) if given.place in (Place.FULL, Place.COLUMN) else 0
+            stride_k = x.stride(-1) if given.place in (Place.FULL, Place.ROW) else 0
+            arguments += [_bytes(x), stride_m, stride_k]
     return arguments
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """``x`` as Triton takes it, which knows truths as bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _common_width(spec: Spec, inputs: list[Tensor]) -> int:
+    """The most columns that a tile may have, so that it lies within one run of each part; 0 for no limit, and 1 where
+    parts cannot be read as they lie."""
+    width = 0
+    for given, tensors in grouped(spec, inputs):
+        for part, columns in zip(tensors, given.parts, strict=False):
+            usable = part.stride(3) == 1 and part.shape[:2] == tensors[0].shape[:2]
+            width = math.gcd(width, columns, part.shape[3]) if usable else 1
+    return width & -width
+
+
+def _with_parts_joined(spec: Spec, inputs: list[Tensor]) -> tuple[Spec, list[Tensor]]:
+    """The same producer, of whole matrices."""
+    whole = tuple(dataclasses.replace(given, parts=()) for given in spec.inputs)
+    return dataclasses.replace(spec, inputs=whole), [joined(*each) for each in grouped(spec, inputs)]
 
 
 def fused_quantize(
@@ -454,20 +553,24 @@ def fused_quantize(
     """
     rows, columns = extent(spec, inputs)
     tile = tile or tile_for(spec)
+    common = _common_width(spec, inputs)
+    if 0 < common < NARROWEST:
+        spec, inputs = _with_parts_joined(spec, inputs)
+    elif 0 < common < tile.columns:
+        tile = dataclasses.replace(tile, columns=common)
     x, module = inputs[0], kernels(spec)
-    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
-    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
-    amax = x.new_zeros((), dtype=torch.float32)
-    scale_inv = torch.empty_like(amax)
-    emitted = [x.new_empty((rows, columns), dtype=result.dtype) for result in spec.emitted]
     tiles_m = max(1, triton.cdiv(rows, tile.rows))
-    partials = [x.new_empty((tiles_m, columns), dtype=torch.float32) for _ in spec.sums]
     target, epsilon, power_2 = rule_constants(rule, dtype)
     even = rows % tile.rows == 0 and columns % tile.columns == 0
-    shape = {"EVEN": even, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    lengths = (tensors[0].shape[1] for given, tensors in grouped(spec, inputs) if given.parts)
+    whole = all(length % tile.rows == 0 for length in lengths)
+    shape = {"EVEN": even, "WHOLE": whole, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
     grid = max(1, tiles_m * triton.cdiv(columns, tile.columns))
     arguments = _kernel_arguments(spec, inputs)
     with on_device_of(x):
+        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
+        emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
+        partials = [buffers.empty(x, (tiles_m, columns), torch.float32) for _ in spec.sums]
         if measure:
             launch(module.measure, grid, *arguments, scale, amax, rows, columns, **shape)
         launch(

@@ -26,7 +26,6 @@ The functions marked ``triton.jit`` without a leading underscore are the vocabul
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.ops.quantize import padded
 from te_compile.recipe import ScaleRule
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -43,8 +45,6 @@ FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 FP32_SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 E4M3_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 E5M2_MAX = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
-
-ALIGNMENT = 16  # what the rows of qᵀ are padded to
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter reads no assembly
 # Four fp32 numbers to four codes. The instruction rounds to nearest even, saturates (infinity too, see ``scaled``) and
@@ -296,22 +296,10 @@ def _quantize_kernel(
     record_amax(amax, largest)
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make that the one that holds ``x``, at no cost if it is already."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
-
-
 @functools.lru_cache(maxsize=256)
 def rule_constants(rule: ScaleRule, dtype: torch.dtype) -> tuple[float, float, bool]:
     """TARGET, EPSILON and POWER_2 of the kernels."""
     return torch.finfo(dtype).max * 2.0**-rule.margin, rule.epsilon, rule.power_2
-
-
-def padded(length: int) -> int:
-    """``length`` rounded up to what FP8 GEMMs want of a contraction."""
-    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def quantize(
@@ -326,13 +314,10 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, qᵀ, amax and 1 / scale of x: [M, K] with any strides. ``measure``: the scale may be absent or 0."""
     rows, columns = x.shape
-    q = x.new_empty((rows, columns) if rowwise else (0,), dtype=dtype)
-    qt = x.new_empty((columns, padded(rows)) if columnwise else (0,), dtype=dtype)
-    amax = x.new_zeros((), dtype=torch.float32)
-    scale_inv = torch.empty_like(amax)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
     with on_device_of(x):
+        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
         if measure:
             launch(
                 _measure_kernel, grid, x, scale, amax, rows, columns, *x.stride(),

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_compile.kernels.device_tables import address_table
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.device_tables import device_table
 from te_compile.kernels.launch import launch
-from te_compile.kernels.quantize import on_device_of, scale_from_amax
+from te_compile.kernels.quantize import scale_from_amax
 from te_compile.recipe import ScaleRule
 
 SCALE = tl.constexpr(0)
@@ -57,11 +60,16 @@ def _snapshot_kernel(row_addresses, scales, count, BLOCK: tl.constexpr):
 
 def _row_table(states: Sequence[Tensor]) -> Tensor:
     """The address of each row of each state, as a table on their device."""
+    key = tuple((state.data_ptr(), state.shape[0], state.stride(0)) for state in states)
+    return device_table(key, lambda: _rows_of(states), states[0].device)
+
+
+def _rows_of(states: Sequence[Tensor]) -> Tensor:
     addresses: list[int] = []
     for state in states:
         start, step = state.data_ptr(), state.stride(0) * state.element_size()
         addresses.extend(range(start, start + step * state.shape[0], step))
-    return address_table(tuple(addresses), states[0].device)
+    return torch.tensor(addresses, dtype=torch.int64)
 
 
 def update_scales(states: Sequence[Tensor], amaxes: Tensor, fp8_max: float, rule: ScaleRule, algorithm: str) -> None:
@@ -85,9 +93,9 @@ def update_scales(states: Sequence[Tensor], amaxes: Tensor, fp8_max: float, rule
 def snapshot_scales(states: Sequence[Tensor]) -> Tensor:
     """The scales of all rows of all states, one after the other, in a fresh tensor: fp32 [R]."""
     count = sum(state.shape[0] for state in states)
-    scales = states[0].new_empty(count)
-    if count:
-        with on_device_of(scales):
+    with on_device_of(states[0]):
+        scales = buffers.empty(states[0], (count,), torch.float32)
+        if count:
             launch(
                 _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), _row_table(states), scales, count,
                 BLOCK=SNAPSHOT_BLOCK, num_warps=4,

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
@@ -29,8 +31,6 @@ from te_compile.kernels.quantize import (
     fp8_words,
     largest_of_four,
     load_tile,
-    on_device_of,
-    padded,
     record_amax,
     rule_constants,
     scale_from_amax,
@@ -38,6 +38,7 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
+from te_compile.ops.quantize import padded
 from te_compile.ops.weights import SCALE_STRIDE
 from te_compile.recipe import ScaleRule
 
@@ -166,10 +167,7 @@ def quantize_weights(
     """
     like, count = weights[0], len(weights)
     device = like.device
-    q = like.new_empty(row_length, dtype=dtype)
-    qt = like.new_empty(column_length, dtype=dtype)
     amax = like.new_zeros(count, dtype=torch.float32)
-    scale_inv = like.new_empty((count, SCALE_STRIDE), dtype=torch.float32)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
     places = (shapes, tuple(row_starts), tuple(column_starts), tile)
@@ -182,6 +180,9 @@ def quantize_weights(
         "num_warps": tile.warps,
     }
     with on_device_of(like):
+        q = buffers.empty(like, (row_length,), dtype)
+        qt = buffers.empty(like, (column_length,), dtype)
+        scale_inv = buffers.empty(like, (count, SCALE_STRIDE), torch.float32)
         table = address_table(addresses, device)
         geometry = device_table(("geometry", *places), lambda: _geometry(*places), device)
         tiles = device_table(("tiles", shapes, tile), lambda: _tile_map(shapes, tile), device)

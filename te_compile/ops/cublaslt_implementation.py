@@ -27,10 +27,11 @@ def gemm_cublaslt(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     accumulation: str,
+    addend: Tensor | None = None,
 ) -> Tensor:
     """``te::gemm`` by kernels/cublaslt.py."""
     from te_compile.kernels import cublaslt
 
     if a.numel() == 0 or b.numel() == 0:  # an empty batch: no rows, or a sum over none
-        return gemm_reference(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation)
-    return cublaslt.gemm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation)
+        return gemm_reference(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation, addend)
+    return cublaslt.gemm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation, addend)

@@ -11,6 +11,11 @@ for what is wanted of the results::
 Inputs are whole matrices [M, K], rows [K], columns [M, 1] or scalars []; every operation broadcasts them. ``emit`` asks
 for a value in high precision, ``sum`` for its sum over the M rows (a bias gradient).
 
+A whole matrix may come in parts, which lie beside each other in it again and again: ``x0: bfloat16[M, K of 128 + 128]``
+has 128 columns of the first tensor, then 128 of the second, the next 128 of the first and so on. Each part is given as
+[A, S, G, D] with any strides, M = A · S rows of G · D columns: the layout of heads, so that the gradients of q, k and v
+need be neither transposed nor joined before they are quantised.
+
 Numerics: a value is a number in fp32 or a truth, whatever dtype the graph gave it. It is rounded only where the spec
 says so by ``float16(…)`` or ``bfloat16(…)``, which stand for the graph's explicit casts and for the final rounding of
 z: what is quantised, emitted or summed has first been rounded to the dtype that it has in the graph. Between two bf16
@@ -23,7 +28,7 @@ exactly.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -124,10 +129,21 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor the producer reads; the i-th one is called ``x{i}``."""
+    """What the producer reads; the i-th one is called ``x{i}``. ``parts``: the widths of its parts, if it has any."""
 
     dtype: torch.dtype
     place: Place
+    parts: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it is given as."""
+        return max(1, len(self.parts))
+
+    def text(self) -> str:
+        """Dtype and shape."""
+        of = f" of {' + '.join(map(str, self.parts))}" if self.parts else ""
+        return f"{dtype_name(self.dtype)}[{self.place.value}{of}]"
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ class Spec:
     def lines(self) -> list[str]:
         """The statements of :meth:`text`."""
         return [
-            *(f"x{i}: {dtype_name(given.dtype)}[{given.place.value}]" for i, given in enumerate(self.inputs)),
+            *(f"x{i}: {given.text()}" for i, given in enumerate(self.inputs)),
             *(f"t{i} = {s.operation}({', '.join(map(str, s.operands))})" for i, s in enumerate(self.steps)),
             f"quantize {self.quantized}",
             *(f"emit {result.value}: {dtype_name(result.dtype)}" for result in self.emitted),
@@ -190,7 +206,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_INPUT = re.compile(r"x(\d+): (\w+)\[(.*)\]")
+_INPUT = re.compile(r"x(\d+): (\w+)\[(.*?)(?: of (\d+(?: \+ \d+)*))?\]")
 _STEP = re.compile(r"t(\d+) = (\w+)\((.*)\)")
 _QUANTIZE = re.compile(r"quantize ([xt]\d+)")
 _RESULT = re.compile(r"(emit|sum) ([xt]\d+): (\w+)")
@@ -204,7 +220,8 @@ def _parsed(text: str) -> Spec:
     for statement in text.split("; "):
         try:
             if match := _INPUT.fullmatch(statement):
-                name: Operand = builder.input(DTYPES[match[2]], Place(match[3]))
+                parts = tuple(map(int, match[4].split(" + "))) if match[4] else ()
+                name: Operand = builder.input(DTYPES[match[2]], Place(match[3]), parts)
                 _must_be(name, f"x{match[1]}")
             elif match := _STEP.fullmatch(statement):
                 name = builder.step(match[2], *map(_operand, match[3].split(", ")))
@@ -244,10 +261,12 @@ class SpecBuilder:
         self._kind: dict[str, str] = {}  # name → NUMBER or TRUTH
         self._dtype: dict[str, torch.dtype] = {}  # name → a dtype that holds the value exactly, if narrower than fp32
 
-    def input(self, dtype: torch.dtype, place: Place) -> str:
+    def input(self, dtype: torch.dtype, place: Place, parts: tuple[int, ...] = ()) -> str:
         """A new input's name."""
+        if parts and (place is not Place.FULL or min(parts) < 1):
+            raise SpecError("parts are what whole matrices have, of one column or more")
         name = f"x{len(self._inputs)}"
-        self._inputs.append(Input(dtype, place))
+        self._inputs.append(Input(dtype, place, parts))
         self._kind[name] = TRUTH if dtype == torch.bool else NUMBER
         self._dtype[name] = dtype
         return name
@@ -303,19 +322,42 @@ class SpecBuilder:
         return self.step("number", operand) if kind == NUMBER else self.step("ne", operand, 0)
 
 
+def grouped(spec: Spec, tensors: Sequence[Tensor]) -> list[tuple[Input, Sequence[Tensor]]]:
+    """Each input with the tensors that it is given as."""
+    if len(tensors) != sum(given.tensors for given in spec.inputs):
+        raise SpecError(f"{len(tensors)} tensors for the inputs of {spec.text()!r}")
+    found, start = [], 0
+    for given in spec.inputs:
+        found.append((given, tensors[start : start + given.tensors]))
+        start += given.tensors
+    return found
+
+
 def extent(spec: Spec, inputs: list[Tensor]) -> tuple[Any, Any]:
     """M and K (ints, or symbols while tracing), from whichever inputs carry them."""
     rows = columns = None
-    for given, tensor in zip(spec.inputs, inputs, strict=True):
+    for given, tensors in grouped(spec, inputs):
+        shape = tensors[0].shape
+        if given.parts:
+            return shape[0] * shape[1], sum(part.shape[2] * part.shape[3] for part in tensors)
         if given.place is Place.FULL:
-            return tensor.shape[0], tensor.shape[1]
+            return shape[0], shape[1]
         if given.place is Place.ROW:
-            columns = tensor.shape[0]
+            columns = shape[0]
         if given.place is Place.COLUMN:
-            rows = tensor.shape[0]
+            rows = shape[0]
     if rows is None or columns is None:
         raise SpecError(f"no input of {spec.text()!r} says how large z is")
     return rows, columns
+
+
+def joined(given: Input, tensors: Sequence[Tensor]) -> Tensor:
+    """An input as the spec sees it: the tensor itself, or the matrix that its parts make."""
+    if not given.parts:
+        return tensors[0]
+    rows = tensors[0].shape[0] * tensors[0].shape[1]
+    parts = (part.reshape(rows, -1, width) for part, width in zip(tensors, given.parts, strict=True))
+    return torch.cat(tuple(parts), -1).reshape(rows, -1)
 
 
 def _value(operand: Operand, values: dict[str, Tensor], device: torch.device) -> Tensor:
@@ -328,7 +370,8 @@ def evaluate(spec: Spec, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor], li
     """The meaning of a spec: z as fp32 [M, K], what is emitted [M, K] and what is summed [K], in their own dtypes."""
     shape = extent(spec, inputs)
     device = inputs[0].device
-    values = {f"x{i}": x if x.dtype == torch.bool else x.float() for i, x in enumerate(inputs)}
+    whole_inputs = (joined(*each) for each in grouped(spec, inputs))
+    values = {f"x{i}": x if x.dtype == torch.bool else x.float() for i, x in enumerate(whole_inputs)}
     for i, step in enumerate(spec.steps):
         operands = (_value(operand, values, device) for operand in step.operands)
         values[f"t{i}"] = OPERATIONS[step.operation].torch(*operands)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch.fx import Graph
 
+from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
@@ -37,6 +38,7 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
 JOINT_PASSES: tuple[GraphPass, ...] = (
     share_inputs,  # first: two quantizes of one value would hide it from the fusions
     fuse_norm_quantize,
+    add_in_products,  # before the producers: what they would add is a read of theirs, and none of the product's
     open_norms,  # what no quantize took goes back to Inductor, and its pointwise part to the producers
     fuse_producers,
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does

@@ -35,6 +35,14 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return bound
 
 
+def ordered_arguments(node: Node, **changes: Any) -> tuple[Any, ...]:
+    """All arguments in the schema's order, with changes by name: what to call the operator again with."""
+    op = operator_of(node)
+    assert op is not None, f"{node} calls no operator"
+    bound = {**arguments_of(node), **changes}
+    return tuple(bound[argument.name] for argument in op._schema.arguments)
+
+
 def set_arguments(node: Node, **changes: Any) -> None:
     """Change arguments by name; those given by position stay positional."""
     op = operator_of(node)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.ops.pointwise import DTYPES, Operand, Place, Result, Spec, SpecBuilder, SpecError
+from te_compile.passes.parts import Parts, parts_of
 from te_compile.passes.pointwise_nodes import (
     CONSTANTS,
     COPIES,
@@ -32,6 +32,7 @@ from te_compile.passes.pointwise_nodes import (
     translate,
     value_of,
 )
+from te_compile.passes.sizes import product, same
 
 # More matrices than these in one kernel cost more in registers than their fusion saves.
 MOST_MATRICES = 8
@@ -47,27 +48,23 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A tensor that a producer reads; ``shape``, where it is part of a matrix, the [A, S, G, D] as which."""
+
+    node: Node
+    place: Place
+    shape: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Closure:
     """What one producer does: ``joined``, z = ``root`` among them, are computed from ``leaves`` as ``spec`` says."""
 
     root: Item
     joined: frozenset[Item]
-    leaves: tuple[Item, ...]
+    leaves: tuple[Leaf, ...]
     spec: Spec
     columns: int
-
-
-def same(a: Any, b: Any) -> bool:
-    """Are two sizes equal, as far as is known without a new guard?"""
-    return statically_known_true(a == b)
-
-
-def product(sizes: Any) -> Any:
-    """The product of sizes, 1 for none."""
-    total: Any = 1
-    for size in sizes:
-        total = total * size
-    return total
 
 
 class IndexSpace:
@@ -77,12 +74,14 @@ class IndexSpace:
         self.rows, self.columns, self.device = rows, columns, device
         self._operands: dict[Item, list[Item] | None] = {}
         self._reads: dict[Item, frozenset[Item]] = {}
+        self._parts: dict[Node, Parts | None] = {}
 
     def forget(self, nodes: set[Node]) -> None:
         """``nodes`` read something else now."""
         for item in [item for item in self._operands if item.node in nodes]:
             del self._operands[item]
         self._reads.clear()
+        self._parts.clear()
 
     def row_dimensions(self, shape: Any) -> int | None:
         """How many leading dimensions of ``shape`` make up the rows; None if no cut gives [rows, columns]."""
@@ -137,10 +136,18 @@ class IndexSpace:
         value = value_of(item.node)
         if value is None or value.dtype not in DTYPES.values() or value.device != self.device:
             return False
-        if item.place is not Place.FULL:
-            return True
+        return item.place is not Place.FULL or self.is_matrix(value) or self.parts(item.node) is not None
+
+    def is_matrix(self, value: Tensor) -> bool:
+        """Do the elements of a whole matrix lie in rows?"""
         flat = as_matrix(value, self.columns)
         return flat is not None and (same(flat.stride(1), 1) or same(flat.shape[1], 1))
+
+    def parts(self, node: Node) -> Parts | None:
+        """What a whole matrix can be read as without its being written."""
+        if node not in self._parts:
+            self._parts[node] = parts_of(node, self.rows, self.columns)
+        return self._parts[node]
 
     def cost(self, items: frozenset[Item]) -> int:
         """Bytes read for each element of z."""
@@ -261,11 +268,34 @@ def _recomputed_together(node: Node, reader: Node) -> bool:
     return region is None or node.meta.get("ac_graph_id") == region
 
 
-def spec_of(root: Item, joined: frozenset[Item], space: IndexSpace, results: Any) -> tuple[Spec, tuple[Item, ...]]:
+def _leaf(item: Item, space: IndexSpace, inside: frozenset[Node]) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
+    """The tensors that ``item`` is read from, and their widths if they are parts of it.
+
+    A tensor that others than the nodes ``inside`` read exists anyway, so its parts need not be joined again.
+    """
+    value = value_of(item.node)
+    assert value is not None
+    joins = item.node.target is torch.ops.aten.cat.default and _is_read_only_by(item.node, inside)
+    if item.place is Place.FULL and (joins or not space.is_matrix(value)):
+        parts = space.parts(item.node)
+        if parts is not None:
+            leaves = zip(parts.nodes, parts.shapes, strict=True)
+            return tuple(Leaf(node, Place.FULL, shape) for node, shape in leaves), parts.widths
+    return (Leaf(item.node, item.place),), ()
+
+
+def _is_read_only_by(node: Node, inside: frozenset[Node]) -> bool:
+    return all(user in inside or (user.target in VIEWS and _is_read_only_by(user, inside)) for user in node.users)
+
+
+def spec_of(
+    root: Item, joined: frozenset[Item], space: IndexSpace, serves: frozenset[Node], results: Any
+) -> tuple[Spec, tuple[Leaf, ...]]:
     """The spec of a closure and its inputs in order. ``results(z)`` gives what is emitted and summed of z."""
     builder = SpecBuilder()
-    inputs: list[Item] = []
+    leaves: list[Leaf] = []
     values: dict[Item, Operand] = {}
+    inside = serves | {item.node for item in joined}
 
     def visit(item: Item) -> Operand:
         if item in values:
@@ -277,8 +307,9 @@ def spec_of(root: Item, joined: frozenset[Item], space: IndexSpace, results: Any
         else:
             tensor = value_of(item.node)
             assert tensor is not None
-            value = builder.input(tensor.dtype, item.place)
-            inputs.append(item)
+            read, widths = _leaf(item, space, inside)
+            value = builder.input(tensor.dtype, item.place, widths)
+            leaves.extend(read)
         values[item] = value
         return value
 
@@ -288,32 +319,34 @@ def spec_of(root: Item, joined: frozenset[Item], space: IndexSpace, results: Any
     if not isinstance(rounded, str):
         raise SpecError("z is a constant")
     emitted, sums = results(rounded)
-    return builder.finish(rounded, emitted, sums), tuple(inputs)
+    return builder.finish(rounded, emitted, sums), tuple(leaves)
 
 
-def find_closure(root: Node, space: IndexSpace, reader: Node, emitted: bool, sums: list[torch.dtype]) -> Closure | None:
+def find_closure(root: Node, space: IndexSpace, reader: Node, emitted: bool, sums: list[Node]) -> Closure | None:
     """The producer of ``root`` for the quantize ``reader``; None if there is nothing to compute or no way to say it.
 
-    ``emitted``: the value of ``root`` is wanted in high precision; ``sums``: its column sums are, in these dtypes.
+    ``emitted``: the value of ``root`` is wanted in high precision; ``sums``: its column sums, or casts of them.
     """
     start, value = Item(root, Place.FULL), value_of(root)
     assert value is not None
     if space.operands(start) is not None and _recomputed_together(root, reader):
         joined = grow(root, space, reader)
-    elif sums and space.is_readable(start):
+    elif space.is_readable(start):
         joined, emitted = frozenset(), False
     else:
         return None
-    if all(item.node.target in VIEWS | COPIES | CONSTANTS for item in joined) and not sums:
-        return None
-    dtype = value.dtype
+    dtype, of_sums = value.dtype, [total.meta["val"].dtype for total in sums]
 
     def results(z: str) -> tuple[list[Result], list[Result]]:
-        return [Result(z, dtype)] if emitted else [], [Result(z, each) for each in sums]
+        return [Result(z, dtype)] if emitted else [], [Result(z, each) for each in of_sums]
 
+    serves = frozenset({reader, *sums, *(source for total in sums for source in total.all_input_nodes)})
     try:
-        spec, leaves = spec_of(start, joined, space, results)
+        spec, leaves = spec_of(start, joined, space, serves, results)
     except SpecError:
+        return None
+    computes = any(item.node.target not in VIEWS | COPIES | CONSTANTS for item in joined)
+    if not computes and not sums and not any(given.parts for given in spec.inputs):
         return None
     places = {given.place for given in spec.inputs}
     if Place.FULL not in places and not {Place.ROW, Place.COLUMN} <= places:

@@ -16,21 +16,19 @@ that are saved for it, rather than having them saved.
 from __future__ import annotations
 
 import operator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
 from te_compile.ops.pointwise import Place
 from te_compile.ops.quantize import QUANTIZE
-from te_compile.passes.closures import Closure, IndexSpace, Item, behind_views, find_closure, same
-from te_compile.passes.pointwise_nodes import VIEWS, is_pointwise, tensor_arguments, value_of
+from te_compile.passes.closures import Closure, IndexSpace, Item, Leaf, behind_views, find_closure
+from te_compile.passes.new_nodes import call_like, reshaped
+from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 
 aten = torch.ops.aten
 
@@ -46,8 +44,7 @@ def fuse_producers(graph: Graph) -> int:
         rows, columns = x.shape
         space = spaces.setdefault((str(rows), columns, x.device), IndexSpace(rows, columns, x.device))
         readers = _readers_of(quantize, space)
-        emit, sums = _is_emitted(readers, space), [total.meta["val"].dtype for total in readers.sums]
-        closure = find_closure(readers.root, space, quantize, emit, sums)
+        closure = find_closure(readers.root, space, quantize, _is_emitted(readers, space), list(readers.sums))
         if closure is not None:
             rewired = _replace(quantize, closure, readers)
             fused += 1
@@ -75,7 +72,7 @@ def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
             if user.target in VIEWS and tensor_arguments(user) == [member]:
                 family.append(user)
             elif _is_row_sum(user, space) and _same_phase(user, quantize):
-                sums.append(user)
+                sums.append(_as_wanted(user))
             elif user is not quantize:
                 others.append(user)
     scale = quantize.args[1]
@@ -96,6 +93,15 @@ def _is_row_sum(node: Node, space: IndexSpace) -> bool:
     given: Any = node.args[1]
     dimensions = sorted(d % summed.dim() for d in given or range(summed.dim()))
     return cut is not None and dimensions == list(range(cut)) and _constant_shape(result) is not None
+
+
+def _as_wanted(total: Node) -> Node:
+    """The sum, or its cast to the dtype of a bias if that is all that is wanted of it."""
+    users = list(total.users)
+    if len(users) == 1 and users[0].target in CASTS and value_of(users[0]) is not None and _same_phase(users[0], total):
+        wanted = users[0].meta["val"].dtype
+        return users[0] if wanted in (torch.bfloat16, torch.float16) else total
+    return total
 
 
 def _same_phase(node: Node, quantize: Node) -> bool:
@@ -131,56 +137,29 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
     emitted = bool(closure.spec.emitted)
     with graph.inserting_before(min([quantize, *readers.sums, *(readers.root.users if emitted else ())])):
         inputs = [_input_node(leaf, closure.columns, quantize) for leaf in closure.leaves]
-        fused = _call(FUSED_QUANTIZE, (inputs, scale, closure.spec.text(), *rest), quantize)
+        fused = call_like(FUSED_QUANTIZE, (inputs, scale, closure.spec.text(), *rest), quantize)
         results = range(FIRST_EMITTED, FIRST_EMITTED + emitted + len(readers.sums))
         rewired: set[Node] = set()
         for node, index in zip([readers.root] * emitted + [*readers.sums], results, strict=True):
             rewired |= set(node.users)
-            result = _call(operator.getitem, (fused, index), node)
-            node.replace_all_uses_with(_reshaped(result, _constant_shape(node.meta["val"]), node))
+            result = call_like(operator.getitem, (fused, index), node)
+            node.replace_all_uses_with(reshaped(result, _constant_shape(node.meta["val"]), node))
     quantize.replace_all_uses_with(fused)
-    for node in (quantize, *readers.sums):
+    behind_casts = [tensor_arguments(total)[0] for total in readers.sums if total.target in CASTS]
+    for node in (quantize, *readers.sums, *behind_casts):
         graph.erase_node(node)
     for node in sorted({*readers.views, readers.root, *(item.node for item in closure.joined)}, reverse=True):
-        if not node.users and is_pointwise(node):
+        if not node.users and (is_pointwise(node) or node.target is aten.cat.default):
             graph.erase_node(node)
     return rewired
 
 
-def _input_node(leaf: Item, columns: int, quantize: Node) -> Node:
+def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
     """The leaf in the shape that the spec declares, a view of it if need be."""
+    if leaf.shape is not None:
+        return reshaped(leaf.node, [size if isinstance(size, int) else -1 for size in leaf.shape], quantize)
     wanted = {Place.FULL: [-1, columns], Place.ROW: [-1], Place.COLUMN: [-1, 1], Place.SCALAR: []}[leaf.place]
     node, value = leaf.node, leaf.node.meta["val"]
     if leaf.place is not Place.FULL and not value.is_contiguous():
-        node = _call(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
-    return _reshaped(node, wanted, quantize)
-
-
-def _reshaped(node: Node, shape: list[int] | None, like: Node) -> Node:
-    """``node``, or a view of it, in ``shape`` (-1 for one size that follows from the others)."""
-    assert shape is not None
-    have = tuple(node.meta["val"].shape)
-    if len(have) == len(shape) and all(new == -1 or same(new, old) for new, old in zip(shape, have, strict=True)):
-        return node
-    return _call(aten.view.default, (node, shape), like)
-
-
-def _call(target: Any, arguments: tuple[Any, ...], like: Node, **options: Any) -> Node:
-    """A new node with the metadata of ``like`` (checkpoint region, phase, stack trace) and its own value."""
-    name = getattr(target, "_opname", None)
-    node = like.graph.create_node("call_function", target, arguments, options, name=name)
-    node.meta = {key: value for key, value in like.meta.items() if key not in _OF_A_VALUE}
-    with _fake_mode_of(arguments):
-        node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
-    return node
-
-
-# Metadata that speaks of the value a node had, not of where it stands.
-_OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
-
-
-def _fake_mode_of(arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """The mode under which the operands were traced."""
-    values: list[Any] = []
-    map_arg(arguments, lambda argument: values.append(argument.meta["val"]))
-    return detect_fake_mode(values) or nullcontext()
+        node = call_like(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
+    return reshaped(node, wanted, quantize)

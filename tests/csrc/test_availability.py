@@ -96,8 +96,11 @@ def test_the_librarys_own_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(cublaslt, "_refused", lambda *details: asked.append(details) or "no algorithm")
     with pytest.raises(Unsupported, match="no algorithm"):
         cublaslt.check(HOPPER, arguments(bias=torch.empty(96, dtype=torch.bfloat16, device="meta")))
+    with pytest.raises(Unsupported, match="no algorithm"):
+        cublaslt.check(HOPPER, arguments(addend=torch.empty(64, 96, dtype=torch.bfloat16, device="meta")))
     e4m3 = torch.float8_e4m3fn
-    assert asked == [(64, 96, 128, e4m3, e4m3, torch.bfloat16, True, True)]
+    product = (64, 96, 128, e4m3, e4m3, torch.bfloat16)
+    assert asked == [(*product, True, False, True), (*product, False, True, True)]
 
 
 @pytest.mark.parametrize("text", ["0", "33", "many", "-1", ""])

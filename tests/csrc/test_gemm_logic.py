@@ -48,7 +48,18 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "driver"
 
 
-CHECKS = ["numbers", "bias", "gelu", "bias_gradient", "accumulation", "timing", "capture", "lengths", "refusals"]
+CHECKS = [
+    "numbers",
+    "bias",
+    "gelu",
+    "bias_gradient",
+    "accumulation",
+    "addend",
+    "timing",
+    "capture",
+    "lengths",
+    "refusals",
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -133,7 +133,7 @@ def test_accumulation_adds_once_even_while_algorithms_are_timed(dtype: torch.dty
     want = product(a, b)
     out = (torch.randn(m, n, device="cuda") * want.std()).to(dtype)
     want = out.double() + want
-    y = cublaslt.gemm(a.codes, b.codes, a.scale_inv, b.scale_inv, None, dtype, "split", out=out, accumulate=True)
+    y = cublaslt.gemm(a.codes, b.codes, a.scale_inv, b.scale_inv, None, dtype, "split", addend=out, out=out)
     assert y.data_ptr() == out.data_ptr()
     assert_close(out, want, "split")
 
@@ -144,7 +144,7 @@ def test_accumulating_many_micro_batches_equals_their_sum() -> None:
     for _ in range(4):
         a, b = operands(256, 320, 512, (E5M2, E4M3))
         want += product(a, b)
-        cublaslt.gemm(a.codes, b.codes, a.scale_inv, b.scale_inv, None, FP32, "split", out=out, accumulate=True)
+        cublaslt.gemm(a.codes, b.codes, a.scale_inv, b.scale_inv, None, FP32, "split", addend=out, out=out)
     assert_close(out, want, "split")
 
 

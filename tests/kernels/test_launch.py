@@ -30,19 +30,33 @@ class Kernel:
 
 
 class Compiled:
-    """What launching a kernel returns."""
+    """What launching a kernel returns: run by its launcher, or by index where somebody watches."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments, stream: self.kernel.run.append((grid, arguments, stream))
+        return lambda *arguments, stream: self.kernel.run.append((grid, arguments, stream, "watched"))
+
+    def run(self, *given: Any) -> None:
+        *grid, stream, function, metadata, launch_metadata, enter, leave = given[:9]
+        assert (function, metadata) == (self.function, self.packed_metadata)
+        assert launch_metadata is enter is leave is None
+        self.kernel.run.append((tuple(grid), given[9:], stream, "alone"))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of another device."""
+
+    def get_device(self) -> int:
+        return 1
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     monkeypatch.setattr(module, "_compiled", {})
     return Kernel()
@@ -54,15 +68,31 @@ def run(kernel: Kernel, x: Any, y: Any = None, n: int = 5, eps: float = 1e-5, gr
     return len(kernel.compiled)
 
 
-def test_the_second_launch_runs_what_the_first_compiled(kernel: Kernel) -> None:
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_second_launch_runs_what_the_first_compiled(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    monkeypatch.setattr(module, "_is_watched", lambda: watched)
     x = torch.zeros(64)
     assert run(kernel, x) == 1 and not kernel.run
     assert kernel.compiled[0] == ((3, 1, 1), (x, None, 5, 1e-5), {"TILE": 64, "FLAG": True, "num_warps": 4})
     other = torch.ones(128)
     assert run(kernel, other, n=7, eps=0.5, grid=(4, 2)) == 1
-    ((grid, arguments, stream),) = kernel.run
-    assert (grid, stream) == ((4, 2, 1), 77)
-    assert arguments[0] is other and arguments[1:] == (None, 7, 0.5, 64, True)  # constants in the signature's order
+    ((grid, arguments, stream, how),) = kernel.run
+    assert (grid, stream, how) == ((4, 2, 1), 77, "watched" if watched else "alone")
+    assert arguments == (other.data_ptr(), None, 7, 0.5, 64, True)  # constants in the signature's order
+
+
+def test_whoever_asks_triton_to_be_told_of_launches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not module._is_watched()
+    hooks = triton.knobs.runtime
+    if hasattr(hooks.launch_enter_hook, "add"):
+        hooks.launch_enter_hook.add(print)
+        assert module._is_watched()
+        hooks.launch_enter_hook.remove(print)
+    else:
+        monkeypatch.setattr(hooks, "launch_enter_hook", print)
+        assert module._is_watched()
 
 
 def test_whatever_triton_specialises_for_is_another_form(kernel: Kernel) -> None:
@@ -87,8 +117,7 @@ def test_whatever_triton_specialises_for_is_another_form(kernel: Kernel) -> None
     assert len(kernel.run) == forms
 
 
-def test_another_kernel_or_device_is_another_form(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kernel_or_device_is_another_form(kernel: Kernel) -> None:
     x, second = torch.zeros(64), Kernel()
     assert run(kernel, x) == run(second, x) == 1
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert run(kernel, x) == 2
+    assert run(kernel, x.as_subclass(Elsewhere)) == 2

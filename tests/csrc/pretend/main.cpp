@@ -119,6 +119,11 @@ struct Case {
     gemm.aux = with_aux ? aux.data() : nullptr;
   }
 
+  void add_to_d() {
+    gemm.addend = gemm.d;
+    gemm.ld_addend = gemm.ldd;
+  }
+
   float product(int64_t row, int64_t column) const {
     float sum = 0.0f;
     for (int64_t k = 0; k < kK; ++k) sum += E4M3::decode(a[row * kLda + k]) * E4M3::decode(b[column * kLdb + k]);
@@ -204,7 +209,7 @@ void accumulation() {
     before[at] = static_cast<float>(at % 11);
     if (static_cast<int64_t>(at) % kLdd < kN) one.d[at] = before[at];
   }
-  one.gemm.accumulate = 1;
+  one.add_to_d();
   const int blocks = pretend.allocated;
   one.run();
   expect(pretend.products > 2, "algorithms are timed");
@@ -213,10 +218,24 @@ void accumulation() {
   pretend.out_of_memory = true;
   Case poor(10);
   for (int64_t i = 0; i < 10; ++i) std::fill_n(poor.d.begin() + i * kLdd, kN, 1.0f);
-  poor.gemm.accumulate = 1;
+  poor.add_to_d();
   poor.run();
   expect(pretend.last_algorithm == 0, "without memory for timing the first suggestion stands");
   poor.expect_result([&](int64_t i, int64_t j) { return 1.0f + poor.product(i, j); }, "d is added to once");
+}
+
+void addend() {
+  Case one(13);
+  std::vector<float> added(13 * kN);
+  for (size_t at = 0; at < added.size(); ++at) added[at] = static_cast<float>(at % 7);
+  one.gemm.addend = added.data();
+  one.gemm.ld_addend = kN;
+  const int blocks = pretend.allocated;
+  one.run();
+  expect(pretend.products > 2, "algorithms are timed");
+  expect(pretend.allocated <= blocks + 1, "and need no copy of d");
+  one.expect_result([&](int64_t i, int64_t j) { return added[i * kN + j] + one.product(i, j); }, "the addend is added");
+  expect(added[9] == 2.0f, "and not written");
 }
 
 void timing() {
@@ -281,7 +300,7 @@ int main(int count, char** arguments) {
   const std::map<std::string, void (*)()> checks = {
       {"numbers", numbers},           {"bias", bias},     {"gelu", gelu},       {"bias_gradient", bias_gradient},
       {"accumulation", accumulation}, {"timing", timing}, {"capture", capture}, {"lengths", lengths},
-      {"refusals", refusals}};
+      {"refusals", refusals},         {"addend", addend}};
   for (int i = 1; i < count; ++i) checks.at(arguments[i])();
   std::puts("passed");
   return 0;

@@ -1,0 +1,45 @@
+"""New nodes of a joint graph, which stand where another one stood: its region and phase, and values of their own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from te_compile.passes.sizes import same
+
+aten = torch.ops.aten
+
+
+def reshaped(node: Node, shape: list[int] | None, like: Node) -> Node:
+    """``node``, or a view of it, in ``shape`` (-1 for one size that follows from the others)."""
+    assert shape is not None
+    have = tuple(node.meta["val"].shape)
+    if len(have) == len(shape) and all(new == -1 or same(new, old) for new, old in zip(shape, have, strict=True)):
+        return node
+    return call_like(aten.view.default, (node, shape), like)
+
+
+def call_like(target: Any, arguments: tuple[Any, ...], like: Node, **options: Any) -> Node:
+    """A new node with the metadata of ``like`` (checkpoint region, phase, stack trace) and its own value."""
+    name = getattr(target, "_opname", None)
+    node = like.graph.create_node("call_function", target, arguments, options, name=name)
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OF_A_VALUE}
+    with _fake_mode_of(arguments):
+        node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
+    return node
+
+
+# Metadata that speaks of the value a node had, not of where it stands.
+_OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
+
+
+def _fake_mode_of(arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """The mode under which the operands were traced."""
+    values: list[Any] = []
+    map_arg(arguments, lambda argument: values.append(argument.meta["val"]))
+    return detect_fake_mode(values) or nullcontext()
