@@ -52,11 +52,13 @@ class Rows:
 
     path: Path | None = None
     failures: list[str] = field(default_factory=list)
+    append: bool = False  # go on with the file of an earlier run
 
     def __post_init__(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("")
+            if not (self.append and self.path.exists()):
+                self.path.write_text("")
 
     def write(self, **row: Any) -> None:
         """Emit one row; floats keep four significant digits."""
