@@ -19,7 +19,8 @@ from te_compile.ops.registry import Target
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
-from te_compile.passes.speed import gain_microseconds
+from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
+from te_compile.passes.step_cost import too_dear_to_launch, weights_of
 from te_compile.passes.weight_expressions import DTYPES
 
 Verdict = tuple[Cause, str] | None
@@ -148,16 +149,15 @@ def by_cost(site: Site, options: Options) -> Verdict:
     if not options.cost_model or value.device.type != "cuda":
         return None
     training = torch.is_grad_enabled()
-    # Experts that share the rows of x have a weight each, and those are quantised whoever gets the tokens.
-    weights = site.linears if site.ends is not None else 1
-    gain = gain_microseconds(
-        site.tokens, *site.features, padding=site.padding, training=training, weights=weights
-    )  # fmt: skip
-    if gain >= 0:
+    in_fp8 = fp8_microseconds(
+        site.tokens, *site.features, padding=site.padding, training=training, weights=weights_of(site)
+    )
+    as_it_is = high_precision_microseconds(site.tokens, *site.features, training=training)
+    if in_fp8 <= as_it_is:
         return None
-    size = f"{site.tokens}×{site.features[0]}×{site.features[1]}"
-    loss = f"{size} would be about {-gain:.0f} µs slower in FP8"
-    return Cause.RULE, f"too small to gain: {loss}; cost_model=False forces it"
+    shape = f"{site.tokens}×{site.features[0]}×{site.features[1]}"
+    times = f"{shape} would take about {in_fp8:.0f} µs in FP8 against {as_it_is:.0f} µs"
+    return Cause.RULE, f"too small to gain: {times}; cost_model=False forces it"
 
 
 RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device, by_cost)
@@ -178,7 +178,16 @@ def select_linears(plan: Plan, options: Options) -> int:
                 site.cause, site.reason = verdict
                 break
     _one_device(plan)
+    if options.cost_model and any(value_of(site.x).device.type == "cuda" for site in plan.selected):
+        _only_what_the_step_gains_from(plan, options)
     return len(plan.selected)
+
+
+def _only_what_the_step_gains_from(plan: Plan, options: Options) -> None:
+    """Keep the linears whose launches cost the whole step more than FP8 saves on the device."""
+    kept, reason = too_dear_to_launch(plan, options, torch.is_grad_enabled())
+    for site in kept:
+        site.keep(Cause.RULE, reason)
 
 
 def _one_device(plan: Plan) -> None:

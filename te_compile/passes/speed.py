@@ -1,16 +1,99 @@
-"""What a linear gains in FP8, in microseconds: the cost model behind ``cost_model=True``.
+"""How long linears take in high precision and in FP8, in microseconds: the numbers behind ``cost_model=True``.
 
-A GEMM gains the difference of the two tensor-core rates; it pays for writing and reading the FP8 copies and for the
-launches of its quantize kernels. Rates are those of an H200 in steady state, from the project's own benchmarks; other
-GPUs differ in scale more than in ratio, and the model only has to find the sign.
+On the device a product takes what its FLOPs or its bytes take, whichever is more. In FP8 it also pays for reading its
+operands and writing their FP8 copies, and for the launches of the kernels that do. On the host every linear and every
+step have a fixed price, which does not shrink with the tensors: below some size the GPU waits for the host, and what
+FP8 saves on the device is lost. ``step_cost`` weighs the two.
+
+The constants are those of an H200 and its host. ``python -m benchmarks.constants`` measures them on the machine at hand
+and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only has to find the
+sign.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 BF16_FLOPS_PER_MICROSECOND = 650e6
 FP8_FLOPS_PER_MICROSECOND = 1200e6
+ATTENTION_FLOPS_PER_MICROSECOND = 400e6
 BYTES_PER_MICROSECOND = 3.2e6
 LAUNCH_MICROSECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """Microseconds that the host needs for a step of a compiled graph, and more for each linear with what is around."""
+
+    step: float
+    linear: float
+
+    def of(self, linears: int) -> float:
+        """A step with so many linears, all of one kind."""
+        return self.step + self.linear * linears
+
+
+HIGH_PRECISION_TRAINING = HostCost(step=400.0, linear=300.0)
+FP8_TRAINING = HostCost(step=900.0, linear=875.0)
+HIGH_PRECISION_INFERENCE = HostCost(step=60.0, linear=45.0)
+FP8_INFERENCE = HostCost(step=300.0, linear=160.0)
+
+LEAST_GAIN = 0.05
+"""What a whole step must gain by estimate before it is touched: an estimate is not better than that."""
+
+
+def host_costs(training: bool) -> tuple[HostCost, HostCost]:
+    """What the host needs in high precision and in FP8."""
+    return (HIGH_PRECISION_TRAINING, FP8_TRAINING) if training else (HIGH_PRECISION_INFERENCE, FP8_INFERENCE)
+
+
+def _product(rows: int, columns: int, length: int, flops_per_microsecond: float, operand_bytes: float) -> float:
+    """[rows, length] · [length, columns] with a 16-bit result: bound by its FLOPs or by its bytes."""
+    computing = 2.0 * rows * columns * length / flops_per_microsecond
+    moved = operand_bytes * (rows * length + length * columns) + 2.0 * rows * columns
+    return max(computing, moved / BYTES_PER_MICROSECOND)
+
+
+def _products(
+    tokens: int, rows: int, columns: int, flops_per_microsecond: float, operand_bytes: float, training: bool
+) -> float:
+    """Forward, and in training dgrad and wgrad."""
+    shapes = [(tokens, columns, rows), (tokens, rows, columns), (rows, columns, tokens)][: 3 if training else 1]
+    return sum(_product(*shape, flops_per_microsecond, operand_bytes) for shape in shapes)
+
+
+def high_precision_microseconds(tokens: int, in_features: int, out_features: int, *, training: bool) -> float:
+    """The device's time for one linear of ``tokens`` × ``in_features`` → ``out_features`` in 16 bits."""
+    return _products(tokens, in_features, out_features, BF16_FLOPS_PER_MICROSECOND, 2.0, training)
+
+
+def fp8_microseconds(
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    *,
+    padding: tuple[int, int] = (0, 0),
+    training: bool,
+    weights: int = 1,
+) -> float:
+    """The same in FP8, with what making the FP8 copies takes.
+
+    padding: the (in, out) features that are added for FP8. weights: how many there are, each for some of the tokens.
+    """
+    more_in, more_out = padding
+    rows, columns = in_features + more_in, out_features + more_out
+    # Each operand is read once in 16 bit and written once (inference) or twice (both layouts) in FP8.
+    copies = 2 if training else 1
+    elements = tokens * rows + weights * rows * columns + (tokens * columns if training else 0)
+    launches = 3 if training else 1
+    # A padded activation or a result cut to size is written once more, by a kernel that does what stands around it too;
+    # and its gradient. The padded weight, and its gradient, are copied by kernels of their own.
+    passes = 2 if training else 1
+    written = 2 * tokens * ((in_features if more_in else 0) + (out_features if more_out else 0))
+    copied = 4 * weights * in_features * out_features if more_in or more_out else 0
+    quantizing = (elements * (2 + copies) + passes * (written + copied)) / BYTES_PER_MICROSECOND
+    products = _products(tokens, rows, columns, FP8_FLOPS_PER_MICROSECOND, 1.0, training)
+    return products + quantizing + launches * LAUNCH_MICROSECONDS
 
 
 def gain_microseconds(
@@ -22,24 +105,18 @@ def gain_microseconds(
     training: bool,
     weights: int = 1,
 ) -> float:
-    """Time that FP8 saves on one linear of ``tokens`` × ``in_features`` → ``out_features``; negative if it loses.
+    """Device time that FP8 saves on one linear; negative if it loses. Arguments are those of fp8_microseconds."""
+    in_fp8 = fp8_microseconds(tokens, in_features, out_features, padding=padding, training=training, weights=weights)
+    return high_precision_microseconds(tokens, in_features, out_features, training=training) - in_fp8
 
-    padding: the (in, out) features that are added for FP8. weights: how many there are, each for some of the tokens.
-    """
-    products = 3 if training else 1
-    more_in, more_out = padding
-    rows, columns = in_features + more_in, out_features + more_out
-    flops = 2.0 * tokens * products
-    before = flops * in_features * out_features / BF16_FLOPS_PER_MICROSECOND
-    saved = before - flops * rows * columns / FP8_FLOPS_PER_MICROSECOND
-    # Each operand is read once in 16 bit and written once (inference) or twice (both layouts) in FP8.
-    copies = 2 if training else 1
-    elements = tokens * rows + weights * rows * columns + (tokens * columns if training else 0)
-    launches = 3 if training else 1
-    # A padded activation or a result cut to size is written once more, by a kernel that does what stands around it too;
-    # and its gradient. The padded weight, and its gradient, are copied by kernels of their own.
-    passes = 2 if training else 1
-    written = 2 * tokens * ((in_features if more_in else 0) + (out_features if more_out else 0))
-    copied = 4 * weights * in_features * out_features if more_in or more_out else 0
-    extra_bytes = passes * (written + copied)
-    return saved - (elements * (2 + copies) + extra_bytes) / BYTES_PER_MICROSECOND - launches * LAUNCH_MICROSECONDS
+
+def around_microseconds(tokens: int, in_features: int, out_features: int, *, training: bool) -> float:
+    """The device's time for what stands around a linear (norms, activations, sums): its input and its result are read
+    and written once in 16 bits, and twice more by the backward pass."""
+    return 2 * 2.0 * tokens * (in_features + out_features) * (3 if training else 1) / BYTES_PER_MICROSECOND
+
+
+def attention_microseconds(heads: int, queries: int, keys: int, width: int, *, causal: bool, training: bool) -> float:
+    """The device's time for scaled dot products of ``heads`` heads, those of all sequences together."""
+    flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
+    return flops * (3.5 if training else 1.0) / ATTENTION_FLOPS_PER_MICROSECOND

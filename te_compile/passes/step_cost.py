@@ -1,0 +1,124 @@
+"""Keep linears in high precision whose launches cost the step more than FP8 saves: the second half of the cost model.
+
+A step takes what the device needs or what the host needs to launch it, whichever is more. One linear cannot say which
+of them waits, so all linears of a graph are weighed together:
+
+    device = products + what stands around them + attention          host = a step's price + each linear's price
+
+Linears are let go from the one that gains least on the device, as long as the estimate of the whole step falls. Under
+CUDA graphs the host launches nothing, and nothing is let go here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from torch import Tensor
+from torch._inductor import config, list_mode_options
+
+from te_compile.options import Options
+from te_compile.passes import speed
+from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.plan import Attention, Plan, Site
+
+
+@dataclass(frozen=True)
+class Step:
+    """Microseconds of one step: what the device and the host need for it."""
+
+    device: float
+    host: float
+
+    @property
+    def time(self) -> float:
+        """What the step takes."""
+        return max(self.device, self.host)
+
+
+def replays_cuda_graphs(options: Options) -> bool:
+    """Will Inductor record this compilation's launches once and replay them?"""
+    asked = list_mode_options(options.mode) if options.mode else {}
+    asked = {**asked, **options.inductor}
+    return bool(asked.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def weights_of(site: Site) -> int:
+    """How many weights are quantised: experts that share the rows of x have one each, whoever gets the tokens."""
+    return site.linears if site.ends is not None else 1
+
+
+def device_gain(site: Site, training: bool) -> float:
+    """Microseconds that FP8 saves on the device for the linears of ``site``."""
+    once = speed.gain_microseconds(
+        site.tokens, *site.features, padding=site.padding, training=training, weights=weights_of(site)
+    )
+    return once * _products_of(site)
+
+
+def _products_of(site: Site) -> int:
+    """How many linears are launched: experts that share the rows of x are one grouped product."""
+    return 1 if site.ends is not None else site.linears
+
+
+def _attention_time(attention: Attention, training: bool) -> float:
+    """The device's time for one attention; 0 for what is no call of SDPA, or of unknown shape."""
+    q, k = (value_of(argument(attention.node, place, name)) for place, name in ((0, "query"), (1, "key")))
+    if attention.status == "stays" or not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dim() < 3:
+        return 0.0
+    *leading, queries, width = map(size_hint, q.shape)
+    heads = math.prod(leading)
+    causal = attention.mask in ("is_causal", "folded_causal")
+    return speed.attention_microseconds(heads, queries, size_hint(k.shape[-2]), width, causal=causal, training=training)
+
+
+def high_precision_step(plan: Plan, training: bool) -> Step:
+    """The step with no linear in FP8."""
+    device = sum(_attention_time(attention, training) for attention in plan.attentions)
+    for site in plan.sites:
+        in_high_precision, around = (
+            time(site.tokens, *site.features, training=training)
+            for time in (speed.high_precision_microseconds, speed.around_microseconds)
+        )
+        device += _products_of(site) * (in_high_precision + around)
+    host, _ = speed.host_costs(training)
+    return Step(device, host.of(sum(map(_products_of, plan.sites))))
+
+
+def with_fp8(step: Step, sites: list[Site], training: bool) -> Step:
+    """``step`` with the linears of ``sites`` in FP8."""
+    if not sites:
+        return step
+    before, after = speed.host_costs(training)
+    linears = sum(map(_products_of, sites))
+    host = step.host + after.step - before.step + linears * (after.linear - before.linear)
+    return Step(step.device - sum(device_gain(site, training) for site in sites), host)
+
+
+def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[list[Site], str]:
+    """Which of the selected linears to keep in high precision after all, and why.
+
+    Those that gain the same, as in a stack of equal layers, stay together.
+    """
+    if not plan.selected or replays_cuda_graphs(options):
+        return [], ""
+
+    def gain(site: Site) -> float:
+        return device_gain(site, training)
+
+    ordered = sorted(plan.selected, key=gain, reverse=True)
+    counts = [0, *accumulate(len(list(alike)) for _, alike in groupby(ordered, gain))]
+    as_it_is = high_precision_step(plan, training)
+    steps = {count: with_fp8(as_it_is, ordered[:count], training) for count in counts}
+    best = min(counts, key=lambda count: (steps[count].time, -count))
+    if steps[best].time > (1 - speed.LEAST_GAIN) * as_it_is.time:
+        best = 0
+    return ordered[best:], _reason(steps[len(ordered)], steps[best])
+
+
+def _reason(asked: Step, chosen: Step) -> str:
+    """Why the linears between the two stay in high precision, in one line."""
+    bound = "the host" if asked.host >= asked.device else "the GPU"
+    times = f"with every eligible linear in FP8 {bound} would need about {asked.time:.0f} µs a step"
+    return f"too small to gain: {times}, against {chosen.time:.0f} µs like this; cost_model=False forces it"

@@ -1,0 +1,54 @@
+"""The estimates behind the cost model: bounds that any estimate must keep."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from te_compile.passes import speed
+from te_compile.passes.speed import HostCost, fp8_microseconds, gain_microseconds, high_precision_microseconds
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gain_is_the_difference_of_the_two_times(training: bool) -> None:
+    shape = tuple(16 * random.randint(1, 512) for _ in range(3))
+    difference = high_precision_microseconds(*shape, training=training) - fp8_microseconds(*shape, training=training)
+    assert gain_microseconds(*shape, training=training) == difference
+
+
+def test_few_tokens_are_bound_by_reading_the_weight() -> None:
+    """One token or eight: the same bytes of weight, the same time."""
+    one, eight = (high_precision_microseconds(tokens, 4096, 4096, training=False) for tokens in (1, 8))
+    bytes_of_weight = 2 * 4096 * 4096
+    assert one == pytest.approx(bytes_of_weight / speed.BYTES_PER_MICROSECOND, rel=0.01)
+    assert eight == pytest.approx(one, rel=0.02)
+
+
+def test_many_tokens_are_bound_by_flops() -> None:
+    flops = 3 * 2 * 8192 * 4096 * 4096
+    expected = flops / speed.BF16_FLOPS_PER_MICROSECOND
+    assert high_precision_microseconds(8192, 4096, 4096, training=True) == pytest.approx(expected)
+
+
+def test_the_layer_of_the_readme_takes_about_what_was_measured() -> None:
+    """torch.compile's step of it is 16.7 ms: the estimate must be good enough to compare with a host's milliseconds."""
+    linears = [(4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)]
+    time = sum(
+        estimate(8192, *features, training=True)
+        for features in linears
+        for estimate in (high_precision_microseconds, speed.around_microseconds)
+    )
+    time += speed.attention_microseconds(4 * 32, 2048, 2048, 128, causal=True, training=True)
+    assert time == pytest.approx(16_700, rel=0.15)
+
+
+def test_a_causal_attention_is_half_of_a_full_one_and_training_costs_more() -> None:
+    full, causal = (speed.attention_microseconds(8, 512, 512, 64, causal=each, training=True) for each in (False, True))
+    assert full == 2 * causal
+    assert speed.attention_microseconds(8, 512, 512, 64, causal=True, training=False) < causal
+
+
+def test_a_host_pays_for_the_step_and_for_each_linear() -> None:
+    assert HostCost(step=10, linear=3).of(4) == 22
+    assert all(cost.step > 0 and cost.linear > 0 for training in (True, False) for cost in speed.host_costs(training))

@@ -1,0 +1,150 @@
+"""The linears of a graph weighed together: what launches cost the host against what FP8 saves on the device."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_compile.options import Options
+from te_compile.passes import select, speed
+from te_compile.passes.find_attentions import find_attentions
+from te_compile.passes.plan import Cause, Plan
+from te_compile.passes.select import select_linears
+from te_compile.passes.speed import HostCost
+from te_compile.passes.step_cost import device_gain, high_precision_step, too_dear_to_launch, with_fp8
+from tests.capturing import captured, regions_and_plan, regions_of
+
+HIDDEN_STATE = {"cause": None, "reason": "", "ends": None, "linears": 1, "padding": (0, 0)}
+
+
+class FakeSite(SimpleNamespace):
+    """A linear of some size that no graph has."""
+
+    def __init__(self, name: str, tokens: int, features: tuple[int, int], **more: Any) -> None:
+        super().__init__(name=name, tokens=tokens, features=features, **{**HIDDEN_STATE, **more})
+
+    @property
+    def status(self) -> str:
+        return "kept" if self.cause else "fp8"
+
+
+def layer(tokens: int, hidden: int, copies: int = 1) -> Plan:
+    """The linears of so many GPT layers."""
+    narrow, wide = hidden, 4 * hidden
+    sizes = {"qkv": (narrow, 3 * narrow), "proj": (narrow, narrow), "fc1": (narrow, wide), "fc2": (wide, narrow)}
+    names = [(f"{number}.{name}", size) for number in range(copies) for name, size in sizes.items()]
+    return Plan(sites=[FakeSite(name, tokens, size) for name, size in names])
+
+
+def kept(plan: Plan, training: bool = True, **options: Any) -> list[str]:
+    sites, _ = too_dear_to_launch(plan, Options.resolve(options), training)
+    return sorted(site.name for site in sites)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round prices, so that the tests do not depend on the last measurement."""
+    monkeypatch.setattr(speed, "HIGH_PRECISION_TRAINING", HostCost(400, 300))
+    monkeypatch.setattr(speed, "FP8_TRAINING", HostCost(900, 900))
+
+
+pytestmark = pytest.mark.usefixtures("host", "fresh_dynamo")
+
+
+def test_a_step_that_waits_for_the_host_stays_in_high_precision_and_says_so() -> None:
+    plan = layer(1024, 512)
+    assert len(kept(plan)) == 4
+    _, reason = too_dear_to_launch(plan, Options(), True)
+    assert "the host would need about 4500 µs a step, against 1600 µs" in reason and "cost_model=False" in reason
+
+
+@pytest.mark.parametrize("copies", [1, 8])
+def test_a_step_that_waits_for_the_device_goes_to_fp8(copies: int) -> None:
+    assert kept(layer(8192, 4096, copies)) == []
+
+
+def test_free_launches_let_every_gain_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = layer(16384, 1024)
+    assert kept(plan)
+    monkeypatch.setattr(speed, "FP8_TRAINING", speed.HIGH_PRECISION_TRAINING)
+    assert kept(plan) == []
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"triton.cudagraphs": True}])
+def test_under_cuda_graphs_the_host_launches_nothing(options: dict[str, Any]) -> None:
+    plan = layer(2048, 1024)
+    assert kept(plan) and not kept(plan, **options)
+
+
+def test_more_tokens_never_take_a_linear_out_of_fp8() -> None:
+    counts = [len(kept(layer(tokens, 2048))) for tokens in (1024, 2048, 4096, 8192, 16384, 32768)]
+    assert counts == sorted(counts, reverse=True) and counts[0] == 4 and counts[-1] == 0
+
+
+def test_equal_linears_of_a_stack_stay_together() -> None:
+    for tokens, hidden in itertools.product((2048, 3072, 4096, 6144), (1024, 2048, 3072)):
+        names = kept(layer(tokens, hidden, copies=6))
+        assert all(names.count(name) == 1 and f"{5}.{name[2:]}" in names for name in names)
+
+
+def test_what_is_chosen_is_never_slower_by_estimate_than_either_extreme() -> None:
+    for tokens, hidden in itertools.product((1024, 2048, 4096, 8192), (512, 1024, 2048, 4096)):
+        plan = layer(tokens, hidden, copies=2)
+        out = set(kept(plan))
+        as_it_is = high_precision_step(plan, True)
+        chosen = with_fp8(as_it_is, [site for site in plan.sites if site.name not in out], True)
+        assert chosen.time <= as_it_is.time
+        if not out:
+            assert chosen.time <= (1 - speed.LEAST_GAIN) * as_it_is.time
+
+
+def test_a_gain_within_the_error_of_the_estimate_changes_nothing() -> None:
+    plan = Plan(sites=[FakeSite("fp8", 8192, (1024, 1024)), FakeSite("head", 8192, (1024, 65536), cause=Cause.RULE)])
+    assert device_gain(plan.sites[0], True) > 0
+    assert kept(plan) == ["fp8"]
+
+
+def test_experts_that_share_rows_are_one_launch_and_a_batch_of_products_is_many() -> None:
+    grouped = Plan(sites=[FakeSite("experts", 8192, (1024, 1024), linears=8, ends=object())])
+    batched = Plan(sites=[FakeSite("experts", 1024, (1024, 1024), linears=8)])
+    assert high_precision_step(batched, True).host - high_precision_step(grouped, True).host == 7 * 300
+
+
+# --- on captured graphs --------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Projections around F.scaled_dot_product_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_as_time_of_the_device(causal: bool) -> None:
+    gm, _ = captured(Attention(), torch.randn(2, 32, 64), causal)
+    plan = Plan()
+    find_attentions(*regions_of(gm), plan)
+    flops = 4 * (2 * 4) * 32 * 32 * 16 * (0.5 if causal else 1)
+    expected = 3.5 * flops / speed.ATTENTION_FLOPS_PER_MICROSECOND
+    assert high_precision_step(plan, True).device == pytest.approx(expected)
+
+
+def test_the_rule_reads_real_sites_and_asks_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = regions_and_plan(Attention(), torch.randn(2, 32, 64))
+    assert select_linears(plan, Options()) == 2
+    out, _ = too_dear_to_launch(plan, Options(), True)
+    assert out == sorted(plan.selected, key=lambda site: device_gain(site, True), reverse=True)
+    select._only_what_the_step_gains_from(plan, Options())
+    assert plan.selected == [] and all(site.cause is Cause.RULE for site in plan.sites)
