@@ -42,7 +42,8 @@ HIDDEN = (1024, 2048, 4096, 8192)
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 TINY_HIDDEN, TINY_TOKENS = (64,), (32, 64)  # without a GPU
 HEAD, LONGEST = 128, 2048
-ROUNDS, ROUND_MS = 4, 150  # how often the variants take turns, and how long a turn lasts where one call does not
+ROUNDS = 4  # how often the variants take turns
+ROUND_MS = 150 if DEVICE.type == "cuda" else 5  # how long a turn lasts, where one call takes less
 VARIANTS = (BASELINE, FORCED, DEFAULT)
 
 
