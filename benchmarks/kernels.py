@@ -3,29 +3,36 @@
     python -m benchmarks.kernels                  all rows
     python -m benchmarks.kernels --sweep          other tiles beside the chosen ones
     python -m benchmarks.kernels --only norm      rows whose name contains "norm"
+    python -m benchmarks.kernels --no-peers       only te_compile's own
 
 One JSON line a row. ``bytes`` is what the operation must move once: inputs read, outputs written; ``share`` compares
-the bandwidth that follows with that of a 1 GiB copy in the same run. A time is that of one call within a CUDA graph of
-several, as in a model's step: the host plays no part, each call has inputs and outputs of its own, together more than
-the L2 holds, and what one call leaves to be written back is paid by the next. ``host_us`` is what one call costs the
-host. Every row's result is checked in the same run. It exits with 1 if a check fails or a single-pass row with the
-chosen tile stays below the goal.
+the bandwidth that follows with that of a 1 GiB copy in the same run. Matrix products count FLOPs instead, and their
+share is that of an 8192 cubed FP8 product in the same run. Where Transformer Engine is installed, its kernels for the
+same job stand beside ours (``by``); a job that it does not run leaves a row with the error.
+
+A time is that of one call within a CUDA graph of several, as in a model's step: the host plays no part, each call has
+inputs and outputs of its own, together more than the L2 holds, and what one call leaves to be written back is paid by
+the next. ``host_us`` is what one call costs the host. Every row's result is checked in the same run. It exits with 1 if
+a check of ours fails or a single-pass row with the chosen tile stays below the goal.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.measure import Rows
 from te_compile.kernels import native, native_norm, norm, quantize, scale_update, weights
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.norm import norm_reference
@@ -41,6 +48,7 @@ except ImportError:  # the generator is a family of its own; the others can be m
     fused_quantize = None
 
 GOAL = 0.70
+OURS = "te_compile"
 TURNS = 4  # sets of inputs
 DEVICE = "cuda"
 SHAPES = ((8192, 4096), (8192, 16384))
@@ -48,7 +56,7 @@ LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule()
 EPS = 1e-5
-# Producers as the joint graph has them: SwiGLU, tanh-GELU and the backward of ReLU² with the bias gradient.
+# Producers as the joint graph has them: SwiGLU, tanh-GELU, and the backward of ReLU² and GELU with the bias gradient.
 SPECS = {
     "swiglu": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); "
     "t3 = mul(t2, x1); t4 = bfloat16(t3); quantize t4",
@@ -58,6 +66,13 @@ SPECS = {
     "relu2_backward": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = relu(x1); t1 = mul(x0, t0); t2 = mul(t1, 2.0); "
     "t3 = bfloat16(t2); quantize t3; sum t3: float32",
 }
+SPECS["gelu_backward"] = (
+    "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = mul(x1, x1); t1 = mul(t0, x1); t2 = mul(t1, 0.044715); "
+    "t3 = add(x1, t2); t4 = mul(t3, 0.7978845608028654); t5 = tanh(t4); t6 = add(t5, 1.0); t7 = mul(t6, 0.5); "
+    "t8 = mul(t5, t5); t9 = mul(t8, -1.0); t10 = add(t9, 1.0); t11 = mul(t0, 0.134145); t12 = add(t11, 1.0); "
+    "t13 = mul(t12, 0.7978845608028654); t14 = mul(t10, t13); t15 = mul(t14, x1); t16 = mul(t15, 0.5); "
+    "t17 = add(t7, t16); t18 = mul(x0, t17); t19 = bfloat16(t18); quantize t19; sum t19: float32"
+)
 SWEEP = {
     "quantize": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8, 16) if m * k // w <= 4096],
     "norm": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
@@ -70,7 +85,8 @@ class Row:
     """One measurement: ``call(tile, turn)`` is timed, on the inputs of that turn; ``check(result)`` says whether that
     of turn 0 is right. None is the chosen tile.
 
-    family: whose tiles to sweep. single_pass: held to the goal.
+    family: whose tiles to sweep. single_pass: held to the goal. by: whose kernel it is. flops: given for products,
+    which are not bound by their bytes.
     """
 
     name: str
@@ -78,9 +94,11 @@ class Row:
     bytes: int
     call: Callable[[Tile | None, int], Any]
     check: Callable[[Any], bool]
-    family: str
+    family: str = ""
     single_pass: bool = True
     swept: bool = True
+    by: str = OURS
+    flops: float = 0.0
 
 
 def _randoms(*shape: int) -> list[Tensor]:
@@ -298,24 +316,89 @@ def copy_bandwidth(copies: int = 50) -> float:
     return 2 * source.numel() * source.element_size() / best / 1e9
 
 
-def measure(row: Row, tile: Tile | None, ceiling: float) -> dict[str, Any]:
+def product_peak() -> float:
+    """TFLOP/s of the largest product that a layer could wish for, 8192 cubed, FP8 with fast accumulation."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE).to(E4M3) for _ in range(2))
+    one = torch.ones((), device=DEVICE)
+    multiply = functools.partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * 8192**3 / replayed(lambda _: multiply()) / 1e9
+
+
+@dataclass
+class Ceilings:
+    """What shares are shares of: TB/s of a copy, and TFLOP/s of a product, measured once somebody asks."""
+
+    copy: float
+
+    @functools.cached_property
+    def product(self) -> float:
+        """TFLOP/s."""
+        return product_peak()
+
+
+def measure(row: Row, tile: Tile | None, ceilings: Ceilings) -> dict[str, Any]:
     """The JSON of one row with one tile."""
     right = row.check(row.call(tile, 0))
     milliseconds = replayed(lambda turn: row.call(tile, turn))
-    bandwidth = row.bytes / milliseconds / 1e9
+    rate, ceiling = row.bytes / milliseconds / 1e9, ceilings.copy
+    if row.flops:
+        rate, ceiling = row.flops / milliseconds / 1e9, ceilings.product
     # A long kernel fills the launch queue, and then the host's time is the device's.
     host = host_microseconds(lambda: row.call(tile, 0)) if milliseconds < 0.05 and tile is None else None
     return {
-        "kernel": row.name,
-        "shape": row.shape,
-        "tile": "chosen" if tile is None else f"{tile.rows}x{tile.columns} {tile.warps} warps",
-        "bytes": row.bytes,
+        **described(row, tile),
         "ms": round(milliseconds, 5),
-        "tb_s": round(bandwidth, 3),
-        "share": round(bandwidth / ceiling, 3),
+        "tflop_s" if row.flops else "tb_s": round(rate, 3),
+        "share": round(rate / ceiling, 3),
         "host_us": None if host is None else round(host, 1),
         "right": right,
     }
+
+
+def described(row: Row, tile: Tile | None) -> dict[str, Any]:
+    """The columns that say which row it is."""
+    tiles = "chosen" if tile is None else f"{tile.rows}x{tile.columns} {tile.warps} warps"
+    work = {"flops": row.flops} if row.flops else {"bytes": row.bytes}
+    return {"kernel": row.name, "by": row.by, "shape": row.shape, "tile": tiles, **work}
+
+
+def judged(row: Row, tile: Tile | None, ceilings: Ceilings) -> tuple[dict[str, Any], str]:
+    """The JSON of one row and what is wrong with it: of our own, an error, a wrong result or a missed goal."""
+    try:
+        result = measure(row, tile, ceilings)
+    except Exception as error:  # the other rows go on
+        traceback.print_exc()
+        reason = repr(error)[:300]
+        return {**described(row, tile), "error": reason}, f"{row.name} {row.shape}: {reason}" if row.by == OURS else ""
+    if row.by != OURS:
+        return result, ""
+    if not result["right"]:
+        return result, f"{row.name} {row.shape} {result['tile']}: wrong"
+    if tile is None and row.single_pass and result["share"] < GOAL:
+        return result, f"{row.name} {row.shape}: {result['share']} of copy bandwidth, goal {GOAL}"
+    return result, ""
+
+
+Family = Callable[[], Iterator[Row]]
+
+
+def families(peers: bool) -> list[Family]:
+    """What makes the rows, in the order of the output."""
+    from benchmarks import kernel_peers, products
+
+    ours: list[Family] = [quantize_rows, norm_rows, weight_rows, update_rows, fused_rows, products.rows]
+    return [*ours, *(kernel_peers.FAMILIES if peers else [])]
+
+
+def rows_of(family: Family, out: Rows) -> Iterator[Row]:
+    """The rows of one family; one that cannot be made ends it with a row that says why, and the others go on."""
+    try:
+        yield from family()
+    except Exception as error:
+        traceback.print_exc()
+        out.write(kernel=family.__name__, by=family.__module__, error=repr(error)[:300])
+        if not family.__module__.endswith("kernel_peers"):
+            out.fail(family.__name__, repr(error)[:200])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -323,28 +406,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="other tiles too")
+    parser.add_argument("--no-peers", action="store_true", help="leave out Transformer Engine")
+    parser.add_argument("--out", type=Path, help="write the rows to this file too")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)
         return 2
-    ceiling = copy_bandwidth()
-    print(
-        json.dumps({"kernel": "copy", "shape": "1 GiB", "tb_s": round(ceiling, 3), "gpu": torch.cuda.get_device_name()})
-    )
-    failures = []
-    for rows in (quantize_rows, norm_rows, weight_rows, update_rows, fused_rows):
-        for row in rows():
+    from benchmarks import kernel_peers
+
+    out = Rows(given.out)
+    peers = not given.no_peers and kernel_peers.available()  # asked first: it must load before cuDNN does
+    ceilings = Ceilings(copy_bandwidth())
+    gpu = torch.cuda.get_device_name()
+    out.write(kernel="copy", by="torch", shape="1 GiB", tb_s=ceilings.copy, share=1.0, gpu=gpu, torch=torch.__version__)
+    for family in families(peers):
+        for row in rows_of(family, out):
             if given.only not in row.name:
                 continue
             for tile in [None, *(SWEEP.get(row.family, []) if given.sweep and row.swept else [])]:
-                result = measure(row, tile, ceiling)
-                print(json.dumps(result), flush=True)
-                if not result["right"]:
-                    failures.append(f"{row.name} {row.shape} {result['tile']}: wrong")
-                elif tile is None and row.single_pass and result["share"] < GOAL:
-                    failures.append(f"{row.name} {row.shape}: {result['share']} of copy bandwidth, goal {GOAL}")
-    print("\n".join(failures) or "every row is right and reaches the goal", file=sys.stderr)
-    return 1 if failures else 0
+                result, wrong = judged(row, tile, ceilings)
+                out.write(**result)
+                if wrong:
+                    out.failures.append(wrong)
+    if not out.failures:
+        print("every row is right and reaches the goal", file=sys.stderr)
+    return out.exit_status()
 
 
 if __name__ == "__main__":

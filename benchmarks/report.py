@@ -1,7 +1,8 @@
 """Turn rows of JSON into the tables of the README and a bar chart.
 
-Reads every ``*.jsonl`` in a folder that ``make bench`` wrote, writes ``report.md`` and ``report.png`` beside them and
-prints the tables. Speeds are relative to torch.compile in the same file, for only rows of one run compare.
+Reads every ``*.jsonl`` in a folder that ``make bench`` wrote, writes ``report.md``, ``report.png`` and, where growth
+was measured, ``growth.png`` beside them and prints the tables. Speeds are relative to torch.compile in the same file,
+for only rows of one run compare.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import growth_tables, kernel_table
 
 Row = dict[str, Any]
 
@@ -67,7 +70,7 @@ def tables(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The timed rows by title, each with its speed relative to torch.compile in the same table."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if any(column.field in row for column in TIMES):
+        if "kernel" not in row and row.get("what") != "growth" and any(column.field in row for column in TIMES):
             found.setdefault(title_of(row), []).append(dict(row))
     for group in found.values():
         baseline = next((row for row in group if row["name"] == BASELINE), {})
@@ -88,11 +91,18 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
 
 def text_of(rows: Sequence[Row]) -> str:
     """All tables, the machine they were measured on, and what failed."""
+    measured = [row for row in rows if "kernel" not in row and row.get("what") != "growth"]  # these have documents
     machines = {f"{row['name']}, torch {row['torch']}" for row in rows if row.get("what") == "device"}
-    failed = [f"- {title_of(row)}, {row['name']}: {row['error']}" for row in rows if "error" in row]
+    failed = [f"- {title_of(row)}, {row['name']}: {row['error']}" for row in measured if "error" in row]
+    failed += [f"- {row['kernel']}, {row['by']}: {row['error']}" for row in rows if "error" in row and "kernel" in row]
     failed += [f"- {title_of(row)}, {row['name']}: {row['wrong']}" for row in rows if row.get("wrong")]
     parts = [f"Measured on {'; '.join(sorted(machines))}."] if machines else []
     parts += [markdown(title, group) for title, group in tables(rows).items()]
+    for document, own in (
+        (growth_tables.document, [row for row in rows if row.get("what") == "growth"]),
+        (kernel_table.document, [row for row in rows if "kernel" in row]),
+    ):
+        parts += [document(own).strip()] if own else []
     parts += ["Failed:\n\n" + "\n".join(failed)] if failed else []
     return "\n\n".join(parts) + "\n"
 
@@ -126,14 +136,15 @@ def main(arguments: Iterable[str] | None = None) -> int:
     folder: Path = parser.parse_args(None if arguments is None else list(arguments)).folder
     rows = read(folder)
     groups = tables(rows)
-    if not groups:
+    if not any(field in row for row in rows for field in ("step_ms", "ms")):
         print(f"{folder}: no measured rows; run `make bench` first", file=sys.stderr)
         return 1
     text = text_of(rows)
     (folder / "report.md").write_text(text)
     print(text)
-    if not plot(groups, folder / "report.png"):
+    if groups and not plot(groups, folder / "report.png"):
         print("no chart drawn: matplotlib is not installed", file=sys.stderr)
+    growth_tables.plot(rows, folder / "growth.png")
     return 0
 
 

@@ -56,3 +56,20 @@ def test_report_is_written_beside_the_rows(tmp_path: Path, capsys: pytest.Captur
 def test_an_empty_folder_is_an_error_that_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert "make bench" in capsys.readouterr().err
+
+
+def test_kernels_and_growth_have_tables_of_their_own(tmp_path: Path) -> None:
+    kernel = {"kernel": "quantize", "by": "te_compile", "shape": "8x8", "tile": "chosen", "bytes": 1024, "ms": 0.01}
+    size = {"what": "growth", "hidden": 1024, "tokens": 2048}
+    rows = [
+        {"kernel": "copy", "by": "torch", "shape": "1 GiB", "tb_s": 4.2, "share": 1.0},
+        {**kernel, "share": 0.9, "right": True},
+        {**kernel, "kernel": "norm", "error": "boom"},
+        *({**size, "name": name, "step_ms": 1.0} for name in ("compile", "te_fp8")),
+    ]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main([str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "| quantize | 8x8 |" in text and "4.20 TB/s" in text and "norm, te_compile: boom" in text
+    assert "| 2048 | 1.00 ms → 1.00× |" in text
+    assert tables(rows) == {}
