@@ -6,6 +6,7 @@
 #   JOBS=8                            test processes
 #   SLOW_MINUTES=60                   how long after its start a run of the tests may still begin slow ones
 #   CASES=10000 SEED=1                how many random programs `make fuzz` runs, and the seed of the first
+#   WARM=14                           how many processes compile ahead for `make growth`
 #   TE_COMPILE_PYTHON=/path/python3   use this interpreter and its packages as they are, for a GPU machine that has its
 #                                     own torch. Nothing is installed; `make install` builds csrc/ into the checkout.
 
@@ -16,6 +17,7 @@ SLOW_MINUTES ?= 12
 CASES ?= 2000
 EXTRAS ?= hf,rich,plot,test,bench,dev
 BENCH_OUT ?= runs/bench
+WARM ?= $(shell nproc 2>/dev/null || echo 1)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -33,7 +35,7 @@ endif
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q -n $(JOBS) --dist worksteal --timeout 900
 
-.PHONY: help demo test lint zoo fuzz bench install clean
+.PHONY: help demo test lint zoo fuzz bench growth sanitize install clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -57,14 +59,22 @@ lint: $(READY)  ## Run ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(READY)  ## Measure a layer, whole models and the kernels; rows and tables go to runs/bench
+bench: $(READY)  ## Measure a layer, whole models, the kernels and compile time; rows and tables go to runs/bench
 	mkdir -p $(BENCH_OUT)
 	@failed=; \
 	$(RUN) -m benchmarks.layer --out $(BENCH_OUT)/layer.jsonl || failed="$$failed layer"; \
 	$(RUN) -m benchmarks.models --out $(BENCH_OUT)/models.jsonl || failed="$$failed models"; \
-	$(RUN) -m benchmarks.kernels > $(BENCH_OUT)/kernels.jsonl || failed="$$failed kernels"; \
+	$(RUN) -m benchmarks.kernels --out $(BENCH_OUT)/kernels.jsonl || failed="$$failed kernels"; \
+	$(RUN) -m benchmarks.compile_time --out $(BENCH_OUT)/compile_time.jsonl || failed="$$failed compile_time"; \
 	$(RUN) -m benchmarks.report $(BENCH_OUT); \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+growth: $(READY)  ## Measure the gain over width and tokens (a GPU machine); a table and a plot go to runs/bench
+	mkdir -p $(BENCH_OUT)
+	$(RUN) -m benchmarks.growth --warm $(WARM) --out $(BENCH_OUT)/growth.jsonl $(ARGS)
+
+sanitize: $(READY)  ## Run the kernels' tests under compute-sanitizer: memcheck and racecheck (a GPU machine)
+	$(RUN) -m benchmarks.sanitize $(ARGS)
 
 install: $(READY)  ## Make .venv with the package in it, or build csrc/ for TE_COMPILE_PYTHON
 ifdef TE_COMPILE_PYTHON

@@ -5,8 +5,9 @@
 
 ``seconds`` is the first training step, forward and backward, less a later one: Dynamo, AOTAutograd, the passes,
 Inductor, its kernels and their tuning. ``passes_seconds`` is what te_fp8's own passes took of it, by the clock of their
-manager. The processes run one after the other, for each compiles in several of its own; ``ratio`` is of medians over
-``--repeats``.
+manager (a collection of garbage falls to whichever pass it interrupts), and ``triton_seconds`` what Triton took for
+kernels in the process itself, one after the other: ours, while Inductor's are compiled by workers. The processes run
+one after the other, for each compiles in several of its own; ``ratio`` is of medians over ``--repeats``.
 """
 
 from __future__ import annotations
@@ -49,9 +50,32 @@ class PassTimes(logging.Handler):
             self.seconds[str(name)] += float(milliseconds) / 1e3  # type: ignore[arg-type]
 
 
+class KernelTimes:
+    """Adds up what Triton says about each kernel that this process compiles. Inductor's are compiled by its workers."""
+
+    def __init__(self) -> None:
+        self.seconds, self.kernels = 0.0, 0
+
+    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        """What Triton calls after each compilation; its times are microseconds."""
+        if not cache_hit:
+            self.seconds += times.total / 1e6
+            self.kernels += 1
+
+    def listen(self) -> None:
+        """From now on, where this Triton tells."""
+        try:
+            from triton import knobs
+        except ImportError:
+            return
+        if hasattr(knobs, "compilation") and hasattr(knobs.compilation, "listener"):
+            knobs.compilation.listener = self
+
+
 def one_step(name: str, variant: str) -> dict[str, Any]:
     """Compile and run one training step here and now. Returns the columns of its row."""
-    times = PassTimes()
+    times, kernel_times = PassTimes(), KernelTimes()
+    kernel_times.listen()
     logger = logging.getLogger("te_compile")
     logger.addHandler(times)
     logger.setLevel(logging.DEBUG)
@@ -69,7 +93,8 @@ def one_step(name: str, variant: str) -> dict[str, Any]:
 
     first = seconds()
     later = min(seconds() for _ in range(3))
-    row = {"seconds": first - later, "step_seconds": later}
+    row: dict[str, Any] = {"seconds": first - later, "step_seconds": later}
+    row |= {"triton_seconds": kernel_times.seconds, "triton_kernels": kernel_times.kernels}
     if variant == "te_fp8":
         row["passes_seconds"] = sum(times.seconds.values())
         row["passes_share"] = row["passes_seconds"] / row["seconds"]
@@ -103,7 +128,7 @@ def measure_model(name: str, arguments: argparse.Namespace, rows: measure.Rows) 
         row = sorted(found, key=lambda each: each["seconds"])[len(found) // 2]
         medians[variant] = statistics.median(each["seconds"] for each in found)
         passes = row.pop("passes", {})
-        if arguments.passes:
+        if arguments.passes and passes:
             row["passes"] = {each: round(seconds, 4) for each, seconds in passes.items()}
         ratio = {"ratio": medians[variant] / medians["compile"]} if "compile" in medians else {}
         rows.write(**what, **row, **ratio)
