@@ -38,13 +38,21 @@ class Column:
         return f"{value:.{self.digits}f}" if isinstance(value, float | int) else str(value)
 
 
-TIMES = (Column("step_ms", "step, ms"), Column("fwd_nograd_ms", "forward, ms"), Column("ms", "ms"))
+TIMES = (
+    Column("step_ms", "step, ms"),
+    Column("fwd_nograd_ms", "forward, ms"),
+    Column("ms", "ms"),
+    Column("seconds", "compiling, s", 1),
+)
 SPEEDS = (
     Column("step_ms_speed", "step, speed"),
     Column("fwd_nograd_ms_speed", "forward, speed"),
     Column("ms_speed", "speed"),
 )
 OTHERS = (
+    Column("ratio", "times Inductor's"),
+    Column("passes_share", "share of the passes"),
+    Column("triton_seconds", "kernels, one by one, s", 1),
     Column("peak_gib", "peak, GiB"),
     Column("output_db", "output, dB", 1),
     Column("gradient_db", "worst gradient, dB", 1),
@@ -136,7 +144,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     folder: Path = parser.parse_args(None if arguments is None else list(arguments)).folder
     rows = read(folder)
     groups = tables(rows)
-    if not any(field in row for row in rows for field in ("step_ms", "ms")):
+    if not any(field in row for row in rows for field in ("step_ms", "ms", "seconds")):
         print(f"{folder}: no measured rows; run `make bench` first", file=sys.stderr)
         return 1
     text = text_of(rows)

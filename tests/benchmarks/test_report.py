@@ -73,3 +73,12 @@ def test_kernels_and_growth_have_tables_of_their_own(tmp_path: Path) -> None:
     assert "| quantize | 8x8 |" in text and "4.20 TB/s" in text and "norm, te_compile: boom" in text
     assert "| 2048 | 1.00 ms → 1.00× |" in text
     assert tables(rows) == {}
+
+
+def test_compile_times_are_a_table_with_the_ratio() -> None:
+    rows = [
+        {"what": "compile_time", "model": "m", "name": "compile", "seconds": 10.0, "ratio": 1.0},
+        {"what": "compile_time", "model": "m", "name": "te_fp8", "seconds": 12.0, "ratio": 1.2, "passes_share": 0.04},
+    ]
+    text = text_of(rows)
+    assert "**compile_time, m**" in text and "| te_fp8 | 12.0 | 1.20 | 0.04 |" in text
