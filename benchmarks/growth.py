@@ -16,6 +16,7 @@ processes timed themselves, all at once on one GPU, is thrown away: Inductor's c
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -31,12 +32,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-import te_compile
 from benchmarks import layer, measure
-from benchmarks.growth_tables import BASELINE, DEFAULT, FORCED, document, plot
+from benchmarks.growth_tables import BASELINE, DEFAULT, FORCED, WORKS, document, plot
 from benchmarks.layer import Work
 from benchmarks.measure import DEVICE, Runnable
+from te_compile.backend import rewrite
+from te_compile.options import Options
+from te_compile.passes import manager
+from te_compile.passes.plan import Plan
 
 HIDDEN = (1024, 2048, 4096, 8192)
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -77,22 +82,31 @@ def forward(runnable: Runnable, x: Tensor) -> Tensor:
         return result
 
 
-def in_fp8(variant: str, model: nn.Module, x: Tensor) -> tuple[int, int]:
-    """How many linears run in FP8, in training and without gradients; asks the passes and compiles nothing."""
-    if variant == BASELINE:
-        return 0, 0
-    options = {"cost_model": variant == DEFAULT}
-    training = te_compile.explain(model, x, options=options)
-    with torch.no_grad():
-        inference = te_compile.explain(model, x, options=options)
-    return tuple(sum(row.status == "fp8" for row in report.rows) for report in (training, inference))  # type: ignore
+def in_fp8(model: nn.Module, x: Tensor) -> dict[str, list[int]]:
+    """How many linears each variant of ours puts in FP8, in training and without gradients. Compiles nothing."""
+    counts: dict[str, list[int]] = {DEFAULT: [], FORCED: []}
+
+    def look(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        for variant, found in counts.items():
+            chosen = Options(cost_model=variant == DEFAULT)
+            compilation = manager.begin(Plan(), chosen.recipe.key(), chosen.key())
+            rewrite(copy.deepcopy(gm), example_inputs, chosen, compilation)
+            found.append(len(compilation.plan.selected))
+        return gm.forward
+
+    looked_at = Runnable(torch.compile(model, backend=look, dynamic=False), model)
+    looked_at.call(x)
+    forward(looked_at, x)
+    torch._dynamo.reset()
+    return {BASELINE: [0, 0], **counts}
 
 
-def settle(runnable: Runnable, x: Tensor, dy: Tensor) -> None:
-    """Compile both works and run each often enough that nothing new happens: scales, plans of products, tiles."""
-    for _ in range(3):
+def settle(runnable: Runnable, x: Tensor, dy: Tensor, works: Sequence[str] = tuple(WORKS), calls: int = 3) -> None:
+    """Compile the works and run each often enough that nothing new happens: scales, plans of products, tiles."""
+    for _ in range(calls):
         layer.train_step(runnable, x, dy)
-        forward(runnable, x)
+        if "fwd_nograd_ms" in works:
+            forward(runnable, x)
 
 
 def timed(ready: dict[str, Runnable], call: Callable[[Runnable], Any]) -> dict[str, float]:
@@ -107,22 +121,25 @@ def timed(ready: dict[str, Runnable], call: Callable[[Runnable], Any]) -> dict[s
     return best
 
 
-def measure_size(size: Size, variants: Sequence[str], compiler: str) -> Iterator[dict[str, Any]]:
+def measure_size(
+    size: Size, variants: Sequence[str], compiler: str, works: Sequence[str] = tuple(WORKS)
+) -> Iterator[dict[str, Any]]:
     """The rows of one size. All variants train one layer: its weights are random and never updated."""
     work = size.work()
     model = layer.plain(work)
     x, dy = layer.data(work)
-    fp8 = {variant: in_fp8(variant, model, x) for variant in variants}
-    same = {DEFAULT: FORCED} if FORCED in fp8 and fp8.get(DEFAULT) == fp8[FORCED] else {}
+    fp8 = in_fp8(model, x)
+    same = {DEFAULT: FORCED} if {DEFAULT, FORCED} <= set(variants) and fp8[DEFAULT] == fp8[FORCED] else {}
     ready = {variant: compiled(variant, model, compiler) for variant in variants if variant not in same}
     for runnable in ready.values():
-        settle(runnable, x, dy)
-    steps = timed(ready, lambda runnable: layer.train_step(runnable, x, dy))
-    forwards = timed(ready, lambda runnable: forward(runnable, x))
+        settle(runnable, x, dy, works)
+    calls = {"step_ms": lambda runnable: layer.train_step(runnable, x, dy), "fwd_nograd_ms": lambda r: forward(r, x)}
+    times = {work: timed(ready, calls[work]) for work in works}
     for variant in variants:
         timed_as = same.get(variant, variant)
-        row = {"step_ms": steps[timed_as], "fwd_nograd_ms": forwards[timed_as], "fp8_linears": fp8[variant]}
-        yield {"name": variant, **row, **({"same_as": timed_as} if variant in same else {})}
+        row = {work: found[timed_as] for work, found in times.items()}
+        row |= {"fp8_linears": fp8[variant], **({"same_as": timed_as} if variant in same else {})}
+        yield {"name": variant, **row}
 
 
 def what_of(size: Size) -> dict[str, Any]:
@@ -131,11 +148,13 @@ def what_of(size: Size) -> dict[str, Any]:
     return {"what": "growth", **asdict(size), "sequence": work.sequence, "batch": work.batch, "heads": work.heads}
 
 
-def attempt(size: Size, variants: Sequence[str], compiler: str, rows: measure.Rows) -> None:
+def attempt(
+    size: Size, variants: Sequence[str], compiler: str, rows: measure.Rows, works: Sequence[str] = tuple(WORKS)
+) -> None:
     """Write the rows of one size. That memory does not suffice is a finding; any other error is a failure."""
     measure.fresh_start()
     try:
-        for row in measure_size(size, variants, compiler):
+        for row in measure_size(size, variants, compiler, works):
             rows.write(**what_of(size), **row)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
@@ -156,18 +175,23 @@ def share_of(sizes: Sequence[Size], variants: Sequence[str], number: int, proces
     return work[number::processes]
 
 
-def compile_share(work: Sequence[tuple[Size, str]], compiler: str) -> None:
-    """Compile and run once, for what stays on disk. What fails here is compiled, and told of, where it is timed."""
+def compile_one(size: Size, variant: str, compiler: str, works: Sequence[str]) -> None:
+    """Compile and run once. The default variant is compiled only where it is a graph of its own."""
+    shape = size.work()
+    model, (x, dy) = layer.plain(shape), layer.data(shape)
+    if variant == DEFAULT:
+        fp8 = in_fp8(model, x)
+        if fp8[DEFAULT] == fp8[FORCED]:
+            return
+    settle(compiled(variant, model, compiler), x, dy, works, calls=1)
+
+
+def compile_share(work: Sequence[tuple[Size, str]], compiler: str, works: Sequence[str]) -> None:
+    """Compile for what stays on disk. What fails here is compiled, and told of, where it is timed."""
     for size, variant in work:
         measure.fresh_start()
         try:
-            shape = size.work()
-            model, (x, dy) = layer.plain(shape), layer.data(shape)
-            if variant == DEFAULT and in_fp8(DEFAULT, model, x) == in_fp8(FORCED, model, x):
-                continue
-            runnable = compiled(variant, model, compiler)
-            layer.train_step(runnable, x, dy)
-            forward(runnable, x)
+            compile_one(size, variant, compiler, works)
         except Exception as error:
             print(f"not compiled ahead: {size}, {variant}: {repr(error)[:200]}", file=sys.stderr)
 
@@ -176,6 +200,7 @@ def warm(arguments: argparse.Namespace, cache: Path) -> None:
     """Fill ``cache`` by ``arguments.warm`` processes, and drop what they timed while they disturbed each other."""
     command = [sys.executable, "-m", "benchmarks.growth", "--compiler", arguments.compiler]
     command += ["--hidden", arguments.hidden, "--tokens", arguments.tokens, "--variants", arguments.variants]
+    command += ["--step-only"] if arguments.step_only else []
     alone = {
         **environment(cache),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -229,6 +254,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", default=",".join(map(str, HIDDEN if on_gpu else TINY_HIDDEN)), help="(%(default)s)")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS if on_gpu else TINY_TOKENS)), help="(%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="(%(default)s)")
+    parser.add_argument("--step-only", action="store_true", help="leave out the forward without gradients")
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--warm", type=int, default=0, help="processes that compile ahead (none)")
     parser.add_argument("--warm-seconds", type=float, default=150, help="the most that they may take (%(default)s)")
@@ -247,9 +273,10 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parsed(given)
     sizes = [Size(hidden, tokens) for hidden in numbers(arguments.hidden) for tokens in numbers(arguments.tokens)]
     variants = [name for name in VARIANTS if name in arguments.variants.split(",")]
+    works = [work for work in WORKS if work == "step_ms" or not arguments.step_only]
     if arguments.compile_share:
         number, processes = (int(each) for each in arguments.compile_share.split("/"))
-        compile_share(share_of(sizes, variants, number, processes), arguments.compiler)
+        compile_share(share_of(sizes, variants, number, processes), arguments.compiler, works)
         return 0
     finished = done(arguments.out)
     sizes = [size for size in sizes if size not in finished]
@@ -262,7 +289,7 @@ def main(given: Sequence[str] | None = None) -> int:
     rows = measure.Rows(arguments.out, append=bool(finished))
     measure.describe_device(rows)
     for size in sizes:
-        attempt(size, variants, arguments.compiler, rows)
+        attempt(size, variants, arguments.compiler, rows, works)
     if arguments.out is not None:
         show(arguments.out)
     return rows.exit_status()

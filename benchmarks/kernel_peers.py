@@ -205,7 +205,7 @@ def update_rows() -> Iterator[Row]:
     def check(got: Any) -> bool:
         return all(bool((each > 0).all() and each.isfinite().all()) for each in got)
 
-    yield peer_row("scale update", "14 x 1024", 14 * 1026 * 8, call, check)
+    yield peer_row("scale update", "14 x 1026", 14 * 1026 * 8, call, check)
 
 
 def product_rows() -> Iterator[Row]:

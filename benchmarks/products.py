@@ -6,6 +6,7 @@ project's cuBLASLt layer and through ``torch._scaled_mm``; bf16 stands beside th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,19 +70,23 @@ def close(got: Tensor, a: Tensor, b: Tensor) -> bool:
     return bool((got.float() - wanted).norm() <= CLOSE * wanted.norm())
 
 
+@functools.cache
+def one() -> Tensor:
+    """The scale of every operand; made once, for making it is a kernel too."""
+    return torch.ones((), device=kernels.DEVICE)
+
+
 def scaled_mm(a: Tensor, b: Tensor, accumulation: str) -> Tensor:
     """PyTorch's own FP8 product, which ends in cuBLASLt too."""
-    one = torch.ones((), device=a.device)
     fast = accumulation == "fast"
-    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.t(), one(), one(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def cublaslt_product(a: Tensor, b: Tensor, accumulation: str) -> Tensor:
     """The project's cuBLASLt layer."""
     from te_compile.kernels import cublaslt
 
-    one = torch.ones((), device=a.device)
-    return cublaslt.gemm(a, b, one, one, None, torch.bfloat16, accumulation)
+    return cublaslt.gemm(a, b, one(), one(), None, torch.bfloat16, accumulation)
 
 
 def row_of(product: Product, by: str, multiply: Callable[[], Any], check: Callable[[Any], bool], kind: str = "") -> Row:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import growth, measure
+from benchmarks import growth, layer, measure
 from benchmarks.growth import Size
 from benchmarks.growth_tables import crossover, document, plot, slower, speeds, table
+from te_compile import backend
+from te_compile.passes.plan import Cause
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -65,11 +67,29 @@ def test_rows_are_written_and_a_second_run_measures_only_what_is_missing(
 
 def test_linears_that_the_cost_model_keeps_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no cost model on a CPU; a pretended one keeps a linear in training."""
-    counts = {growth.DEFAULT: (3, 4), growth.FORCED: (4, 4), growth.BASELINE: (0, 0)}
-    monkeypatch.setattr(growth, "in_fp8", lambda variant, model, x: counts[variant])
+    counts = {growth.DEFAULT: [3, 4], growth.FORCED: [4, 4], growth.BASELINE: [0, 0]}
+    monkeypatch.setattr(growth, "in_fp8", lambda model, x: counts)
     rows = list(growth.measure_size(Size(64, 16), growth.VARIANTS, "aot_eager"))
     assert [row["name"] for row in rows] == list(growth.VARIANTS)
     assert not any("same_as" in row for row in rows)
+
+
+def test_counting_linears_asks_the_cost_model_and_leaves_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_too_many(plan: Any, options: Any) -> int:
+        if options.cost_model and torch.is_grad_enabled():
+            plan.sites[0].keep(Cause.RULE, "pretended")
+        return len(plan.selected)
+
+    monkeypatch.setattr(backend, "select_linears", one_too_many)
+    work = Size(64, 16).work()
+    x, _ = layer.data(work)
+    found = growth.in_fp8(layer.plain(work), x)
+    assert found == {growth.BASELINE: [0, 0], growth.DEFAULT: [3, 4], growth.FORCED: [4, 4]}
+
+
+def test_the_forward_can_be_left_out() -> None:
+    rows = list(growth.measure_size(Size(64, 16), growth.VARIANTS, "aot_eager", ["step_ms"]))
+    assert all("step_ms" in row and "fwd_nograd_ms" not in row for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +118,9 @@ def test_a_size_that_does_not_run_leaves_a_row_and_the_next_goes_on(
 @pytest.mark.slow
 def test_what_other_processes_compiled_is_found(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    arguments = growth.parsed(["--warm", "2", "--hidden", "64", "--tokens", "16", "--variants", "compile"])
+    arguments = growth.parsed(
+        ["--warm", "2", "--hidden", "64", "--tokens", "16", "--variants", "compile", "--step-only"]
+    )
     growth.warm(arguments, cache)
     assert list(cache.rglob("*.py")) and not list(cache.rglob("*.best_config"))
 
