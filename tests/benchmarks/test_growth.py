@@ -118,9 +118,8 @@ def test_a_size_that_does_not_run_leaves_a_row_and_the_next_goes_on(
 @pytest.mark.slow
 def test_what_other_processes_compiled_is_found(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    arguments = growth.parsed(
-        ["--warm", "2", "--hidden", "64", "--tokens", "16", "--variants", "compile", "--step-only"]
-    )
+    chosen = ["--hidden", "64", "--tokens", "16", "--variants", "compile", "--step-only"]
+    arguments = growth.parsed(["--warm", "2", *chosen])
     growth.warm(arguments, cache)
     assert list(cache.rglob("*.py")) and not list(cache.rglob("*.best_config"))
 
