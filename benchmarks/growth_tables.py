@@ -116,21 +116,29 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
 
     figure, panels = pyplot.subplots(1, len(works), figsize=(6.5 * len(works), 4.5), squeeze=False)
     for panel, work in zip(panels[0], works, strict=True):
-        lines = [(speeds(rows, variant, work), style) for variant, style in ((DEFAULT, "-o"), (FORCED, "--"))]
-        widths = sorted({width for found, _ in lines for width in found})
-        for found, style in lines:
-            for index, width in enumerate(widths):
-                points = found.get(width, [])
-                label = f"hidden {width}" if style == "-o" else None
-                panel.plot([x for x, _ in points], [y for _, y in points], style, color=f"C{index}", label=label)
-        panel.axhline(1.0, color="black", linewidth=1)
-        panel.axhline(NEVER_BELOW, color="gray", linewidth=1, linestyle=":")
+        _draw(panel, speeds(rows, DEFAULT, work), speeds(rows, FORCED, work))
         panel.set(title=WORKS[work], xlabel="tokens", ylabel="speed relative to torch.compile")
-        panel.set_xscale("log", base=2)
-        panel.grid(alpha=0.3)
-        panel.plot([], [], "--", color="gray", label="cost_model=False")
-        panel.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def _draw(panel: Any, default: dict[int, Points], forced: dict[int, Points]) -> None:
+    """The lines of each width, and a diamond where every linear in FP8 begins to gain."""
+    panel.set_xscale("log", base=2)
+    lengths = sorted({tokens for found in (default, forced) for points in found.values() for tokens, _ in points})
+    panel.set_xticks(lengths, [f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens) for tokens in lengths])
+    for index, width in enumerate(sorted({*default, *forced})):
+        colour = f"C{index}"
+        for found, style, label in ((default, "-o", f"hidden {width}"), (forced, "--", None)):
+            points = found.get(width, [])
+            panel.plot([x for x, _ in points], [y for _, y in points], style, color=colour, label=label)
+        begins = crossover(forced.get(width, []))
+        if begins.isdecimal():
+            panel.plot([int(begins)], [1.0], "D", color=colour, markeredgecolor="black", zorder=3)
+    panel.plot([], [], "--", color="gray", label="cost_model=False")
+    panel.axhline(1.0, color="black", linewidth=1)
+    panel.axhline(NEVER_BELOW, color="gray", linewidth=1, linestyle=":")
+    panel.grid(alpha=0.3)
+    panel.legend()
