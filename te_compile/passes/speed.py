@@ -5,7 +5,7 @@ operands and writing their FP8 copies, and for the launches of the kernels that 
 step have a fixed price, which does not shrink with the tensors: below some size the GPU waits for the host, and what
 FP8 saves on the device is lost. ``step_cost`` weighs the two.
 
-The constants are those of an H200 and its host. ``python -m benchmarks.constants`` measures them on the machine at hand
+The device's constants are those of an H200. ``python -m benchmarks.constants`` measures them on the machine at hand
 and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only has to find the
 sign.
 """
@@ -33,6 +33,9 @@ class HostCost:
         return self.step + self.linear * linears
 
 
+# Estimates: a layer of four linears at hidden 512, where the GPU waits, took 1.6 ms a training step under torch.compile
+# and 4.4 ms with every linear in FP8; a decoding step of 28 linears 1.3 ms. How a step and its linears share them is
+# assumed, and so is inference in FP8.
 HIGH_PRECISION_TRAINING = HostCost(step=400.0, linear=300.0)
 FP8_TRAINING = HostCost(step=900.0, linear=875.0)
 HIGH_PRECISION_INFERENCE = HostCost(step=60.0, linear=45.0)
