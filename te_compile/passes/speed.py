@@ -37,9 +37,9 @@ class HostCost:
 # and 4.4 ms with every linear in FP8; a decoding step of 28 linears 1.3 ms. How a step and its linears share them is
 # assumed, and so is inference in FP8.
 HIGH_PRECISION_TRAINING = HostCost(step=400.0, linear=300.0)
-FP8_TRAINING = HostCost(step=900.0, linear=875.0)
+FP8_TRAINING = HostCost(step=2400.0, linear=500.0)
 HIGH_PRECISION_INFERENCE = HostCost(step=60.0, linear=45.0)
-FP8_INFERENCE = HostCost(step=300.0, linear=160.0)
+FP8_INFERENCE = HostCost(step=300.0, linear=125.0)
 
 LEAST_GAIN = 0.05
 """What a whole step must gain by estimate before it is touched: an estimate is not better than that."""
