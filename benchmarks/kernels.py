@@ -12,8 +12,9 @@ same job stand beside ours (``by``); a job that it does not run leaves a row wit
 
 A time is that of one call within a CUDA graph of several, as in a model's step: the host plays no part, each call has
 inputs and outputs of its own, together more than the L2 holds, and what one call leaves to be written back is paid by
-the next. ``host_us`` is what one call costs the host. Every row's result is checked in the same run. It exits with 1 if
-a check of ours fails or a single-pass row with the chosen tile stays below the goal.
+the next. Amaxes are cleared beforehand, as they are outside of graphs, some hundreds at a time. ``host_us`` is what one
+call costs the host. Every row's result is checked in the same run. It exits with 1 if a check of ours fails or a
+single-pass row with the chosen tile stays below the goal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Rows
-from te_compile.kernels import native, native_norm, norm, quantize, scale_update, weights
+from te_compile.kernels import buffers, native, native_norm, norm, quantize, scale_update, weights
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.quantize import quantize_reference
@@ -271,8 +272,9 @@ def replayed(call: Callable[[int], Any], replays: int = 12) -> float:
             call(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call(turn) for turn in [*range(TURNS)] * 2]
+    turns = [*range(TURNS)] * 2
+    with buffers.lent_while_capturing(2 * len(turns), DEVICE), torch.cuda.graph(graph):
+        results = [call(turn) for turn in turns]
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

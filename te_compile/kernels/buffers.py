@@ -23,10 +23,9 @@ _empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided
 AMAXES = 256  # cleared together
 _STRIDE = 4  # fp32 elements from one amax to the next: all are aligned alike, so kernels are compiled once
 
-_cleared: dict[tuple[int, int], list[Tensor]] = {}
-_may_lend = {"between graphs": True, "while capturing": False}
-
-
+_cleared: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
+_lending = {"stopped": False}
+_lent: list[Tensor] = []  # for a measurement that is going on
 _HERE: AbstractContextManager[object] = nullcontext()
 
 
@@ -61,7 +60,9 @@ def amax(like: Tensor) -> Tensor:
     A CUDA graph must clear its own each time that it runs, and what its memory pool must not own may not be made within
     it, so there each one is cleared by itself.
     """
-    if not like.is_cuda or not _may_lend["between graphs"] or _is_capturing():
+    if _lent:
+        return _lent.pop()
+    if not like.is_cuda or _lending["stopped"] or torch.cuda.is_current_stream_capturing():
         return like.new_zeros((), dtype=torch.float32)
     device = like.get_device()
     stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), [])
@@ -70,33 +71,24 @@ def amax(like: Tensor) -> Tensor:
     return stock.pop()
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing() and not _may_lend["while capturing"]
-
-
 def _clear(count: int, device: torch.device) -> tuple[Tensor, ...]:
     with torch.inference_mode(False), torch.no_grad():
-        block = torch.zeros(count, _STRIDE, device=device)
-        return block[:, 0].unbind()
+        return torch.zeros(count, _STRIDE, device=device)[:, 0].unbind()
 
 
 def stop_lending() -> None:
     """From now on each amax is cleared by itself: graphs are being compiled that become CUDA graphs, whose memory pool
     is asked about every tensor that outlives them."""
-    _may_lend["between graphs"] = False
+    _lending["stopped"] = True
     _cleared.clear()
 
 
 @contextmanager
-def lent_while_capturing(like: Tensor, count: int) -> Iterator[Any]:
-    """For measurements: a graph captured in here uses ``count`` amaxes cleared before, as calls outside of graphs do.
-    It may be replayed on the same data only."""
-    key = (like.get_device(), torch._C._cuda_getCurrentRawStream(like.get_device()))
-    before = dict(_may_lend)
-    _cleared[key] = list(_clear(count, like.device))
-    _may_lend.update({"between graphs": True, "while capturing": True})
+def lent_while_capturing(count: int, device: torch.device | str) -> Iterator[None]:
+    """For measurements: a graph captured in here finds ``count`` amaxes cleared, as calls outside of graphs do. It may
+    be replayed on the same data only."""
+    _lent.extend(_clear(count, torch.device(device)))
     try:
         yield
     finally:
-        _may_lend.update(before)
-        _cleared.pop(key, None)
+        _lent.clear()
