@@ -11,14 +11,10 @@ Statistics and arithmetic are fp32, per row of K values:
 The first three round once, to x's dtype. The last two multiply after rounding, in the promoted dtype. That is all in
 which they differ, and it is enough to make outputs differ by a bit, so each keeps its own name here.
 
-Two operators. ``te::norm`` is what graphs from Dynamo hold; tracing opens it into ``te::norm_forward``, which is opaque
-so that a pass can merge it with the quantize that follows (LayerNorm would otherwise be a dozen pointwise nodes), and a
-backward in plain ATen, whose pointwise part fuses like any other. A norm that nothing merged is opened as well
-(passes/open_norms.py) and becomes Inductor's.
-
-Gradients, with n = (x - mean) · rstd, or x · rstd, and g = dy · ∂y/∂n:
-
-    dx = rstd · (g - mean(g) - n · mean(g · n))         mean(g) for LayerNorm only;   dw = Σ dy · n,   db = Σ dy
+``te::norm`` is what graphs from Dynamo hold; tracing opens it into ``te::norm_forward``, which is opaque so that a pass
+can merge it with the quantize that follows (LayerNorm would otherwise be a dozen pointwise nodes), and
+``te::norm_backward`` (ops/norm_backward.py), opaque so that one kernel can compute all of it. What nothing merged and
+no kernel runs is opened as well (passes/open_norms.py) and becomes Inductor's.
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ def output_dtype(x: torch.dtype, weight: torch.dtype | None, kind: str) -> torch
     return weight if kind == RMS_MIXED else torch.promote_types(x, weight)
 
 
-def _rounded(normal: Tensor, x: Tensor, weight: Tensor | None, kind: str) -> Tensor:
-    """The fp32 normalised values as the weight meets them: rounded first in the kinds that multiply after rounding."""
+def as_the_weight_meets_it(normal: Tensor, x: Tensor, weight: Tensor | None, kind: str) -> Tensor:
+    """The fp32 normalised values, rounded in the kinds that multiply after rounding."""
     if weight is None or kind not in (RMS, RMS_MIXED):
         return normal
     return normal.to(x.dtype if kind == RMS else weight.dtype)
@@ -69,7 +65,7 @@ def norm_reference(
         y, mean, rstd = torch.native_layer_norm(wide, x.shape[-1:], w, b, eps)
         return y.to(dtype), mean, rstd
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    y = _rounded(wide * rstd, x, weight, kind)
+    y = as_the_weight_meets_it(wide * rstd, x, weight, kind)
     if weight is not None:
         y = y * (1.0 + weight.float() if kind == RMS_OFFSET else weight)
     return y.to(dtype), wide.new_empty(0), rstd
@@ -111,24 +107,6 @@ NORM_FORWARD = define(
 )
 
 
-def norm_input_gradient(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, kind: str) -> Tensor:
-    """dx: [M, K] of x's dtype, from dy and x: [M, K] and the saved statistics: fp32 [M, 1]."""
-    normal = (x.float() - mean if kind == LAYER else x.float()) * rstd
-    g = dy.float()
-    if weight is not None:
-        g = g * (1.0 + weight.float() if kind == RMS_OFFSET else weight.float())
-    g_without_scale = g - normal * (g * normal).mean(-1, keepdim=True)
-    if kind == LAYER:
-        g_without_scale = g_without_scale - g.mean(-1, keepdim=True)
-    return (rstd * g_without_scale).to(x.dtype)
-
-
-def norm_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str) -> Tensor:
-    """dw: [K] of the weight's dtype, summed in fp32; arguments as in ``norm_input_gradient``."""
-    normal = (x.float() - mean if kind == LAYER else x.float()) * rstd
-    return (dy.float() * _rounded(normal, x, weight, kind).float()).sum(0).to(weight.dtype)
-
-
 class _Norm(torch.autograd.Function):
     """x and y are matrices [M, K]."""
 
@@ -143,13 +121,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = norm_input_gradient(dy, x, weight, mean, rstd, ctx.kind)
-        if ctx.needs_input_grad[1]:
-            dw = norm_weight_gradient(dy, x, weight, mean, rstd, ctx.kind)
-        if ctx.needs_input_grad[2]:
-            db = dy.float().sum(0).to(ctx.bias_dtype)
+        wanted = ctx.needs_input_grad[:3]
+        bias_dtype = ctx.bias_dtype if wanted[2] else None
+        # By name, for the file of the operator builds on this one.
+        backward = torch.ops.te.norm_backward.default
+        gradients = backward(dy, x, weight, mean, rstd, None, ctx.kind, wanted[0], wanted[1], bias_dtype)
+        dx, dw, db = (each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True))
         return dx, dw, db, None, None
 
 
