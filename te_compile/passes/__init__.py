@@ -13,6 +13,7 @@ from torch.fx import Graph
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.drop_noop_casts import drop_noop_casts
+from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.memory import tag_memory
@@ -39,7 +40,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     share_inputs,  # first: two quantizes of one value would hide it from the fusions
     fuse_norm_quantize,
     add_in_products,  # before the producers: what they would add is a read of theirs, and none of the product's
-    open_norms,  # what no quantize took goes back to Inductor, and its pointwise part to the producers
+    open_norms,  # what no kernel runs goes back to Inductor, and its pointwise part to the producers
+    fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     fuse_producers,
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     tag_memory,

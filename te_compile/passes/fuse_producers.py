@@ -27,7 +27,7 @@ from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
 from te_compile.ops.pointwise import Place
 from te_compile.ops.quantize import QUANTIZE
 from te_compile.passes.closures import Closure, IndexSpace, Item, Leaf, behind_views, find_closure
-from te_compile.passes.new_nodes import call_like, reshaped
+from te_compile.passes.new_nodes import call_like, reshaped, same_phase
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 
 aten = torch.ops.aten
@@ -71,13 +71,13 @@ def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
         for user in member.users:
             if user.target in VIEWS and tensor_arguments(user) == [member]:
                 family.append(user)
-            elif _is_row_sum(user, space) and _same_phase(user, quantize):
+            elif _is_row_sum(user, space) and same_phase(user, quantize):
                 sums.append(_as_wanted(user))
             elif user is not quantize:
                 others.append(user)
     scale = quantize.args[1]
     late = isinstance(scale, Node) and any(not scale < reader for reader in (*family[1:], *sums, *others))
-    if late or not _same_phase(root, quantize):
+    if late or not same_phase(root, quantize):
         sums, others = [], []
     return Readers(root, tuple(family[1:]), tuple(sorted(sums)), tuple(others))
 
@@ -98,19 +98,10 @@ def _is_row_sum(node: Node, space: IndexSpace) -> bool:
 def _as_wanted(total: Node) -> Node:
     """The sum, or its cast to the dtype of a bias if that is all that is wanted of it."""
     users = list(total.users)
-    if len(users) == 1 and users[0].target in CASTS and value_of(users[0]) is not None and _same_phase(users[0], total):
+    if len(users) == 1 and users[0].target in CASTS and value_of(users[0]) is not None and same_phase(users[0], total):
         wanted = users[0].meta["val"].dtype
         return users[0] if wanted in (torch.bfloat16, torch.float16) else total
     return total
-
-
-def _same_phase(node: Node, quantize: Node) -> bool:
-    """Are both of the forward or both of the backward, and of one checkpoint region or of none?
-
-    A producer must not serve one from the other: what it emitted for a region would be recomputed without it.
-    """
-    where = ("partitioner_tag", "recompute", "ac_graph_id")
-    return all(node.meta.get(key) == quantize.meta.get(key) for key in where)
 
 
 def _is_emitted(readers: Readers, space: IndexSpace) -> bool:

@@ -1,4 +1,4 @@
-"""New nodes of a joint graph, which stand where another one stood: its region and phase, and values of their own."""
+"""Where a node of the joint graph stands, in which phase and region, and new nodes that stand where another one does."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def _fake_mode_of(arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
     values: list[Any] = []
     map_arg(arguments, lambda argument: values.append(argument.meta["val"]))
     return detect_fake_mode(values) or nullcontext()
+
+
+def same_phase(node: Node, other: Node) -> bool:
+    """Are both of the forward or both of the backward, and of one checkpoint region or of none?
+
+    One must not compute what the other gives away: what it gave for a region would be recomputed without it.
+    """
+    where = ("partitioner_tag", "recompute", "ac_graph_id")
+    return all(node.meta.get(key) == other.meta.get(key) for key in where)

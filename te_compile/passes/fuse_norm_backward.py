@@ -1,0 +1,94 @@
+"""Give each norm's backward the gradient of the residual stream, which is added to its dx.
+
+Where x goes to a norm and around it, autograd adds what comes back along both ways. The sum reads dx, which was just
+written; a kernel that computes dx adds on the way. Between the two stand only views, for the norm works on [M, K].
+
+It comes after open_norms: what is left then is run by kernels, and a sum after operators that were opened is
+Inductor's. A sum is left alone if something else reads dx too, if it is no plain sum of two equals (alpha, another
+dtype, a broadcast), or if the residual's gradient does not lie in memory as a matrix of rows.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from te_compile.passes.arguments import arguments_of, is_te, result, set_arguments
+from te_compile.passes.closures import as_matrix
+from te_compile.passes.new_nodes import reshaped, same_phase
+from te_compile.passes.pointwise_nodes import VIEWS, aten, tensor_arguments, value_of
+from te_compile.passes.sizes import same
+
+
+def _only_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _way_to_a_sum(norm: Node) -> tuple[list[Node], Node] | None:
+    """dx and the views of it up to the one that a sum reads, and that sum; None if anything else reads one of them."""
+    items = result(norm, 0)
+    way = items if len(items) == 1 else []
+    for node in way:
+        reader = _only_reader(node)
+        if reader is not None and reader.target in VIEWS and tensor_arguments(reader) == [node]:
+            way.append(reader)
+        elif reader is not None and reader.target is aten.add.Tensor:
+            return way, reader
+    return None
+
+
+def _added_to(dx: Node, total: Node) -> Node | None:
+    """What ``total`` adds to ``dx``; None if it is more than a sum of two tensors alike."""
+    arguments = arguments_of(total)
+    others = [each for each in (arguments["self"], arguments["other"]) if each is not dx]
+    if arguments["alpha"] != 1 or len(others) != 1:
+        return None
+    values = [value_of(each) for each in (dx, others[0], total)]
+    first = values[0]
+    alike = first is not None and all(
+        value is not None
+        and (value.dtype, value.device, value.dim()) == (first.dtype, first.device, first.dim())
+        and all(map(same, value.shape, first.shape))
+        for value in values
+    )
+    return others[0] if alike and isinstance(others[0], Node) else None
+
+
+def _make_available(norm: Node, residual: Node, way: list[Node], total: Node) -> bool:
+    """Let ``norm`` stand after ``residual``: where it is, or moved down to ``total``. False if a reader of dw or db
+    comes before that."""
+    if residual < norm:
+        return True
+    if any(reader < total for item in (*result(norm, 1), *result(norm, 2)) for reader in item.users):
+        return False
+    for node in (norm, *result(norm, 1), *result(norm, 2), *way):
+        total.prepend(node)
+    return True
+
+
+def _fuse(norm: Node) -> bool:
+    found = _way_to_a_sum(norm)
+    if found is None or arguments_of(norm)["residual"] is not None:
+        return False
+    way, total = found
+    residual, value = _added_to(way[-1], total), value_of(total)
+    dx = value_of(way[0])
+    if residual is None or dx is None or value is None or not same_phase(total, norm):
+        return False
+    given = value_of(residual)
+    matrix = None if given is None else as_matrix(given, dx.shape[1])
+    # Rows that lie apart in some other way would be copied; and the sum takes the layout of what it adds, where dx lies
+    # as rows.
+    if matrix is None or not same(matrix.stride(1), 1) or not value.is_contiguous():
+        return False
+    if not _make_available(norm, residual, way, total):
+        return False
+    with norm.graph.inserting_before(norm):
+        set_arguments(norm, residual=reshaped(residual, [-1, dx.shape[1]], total))
+    total.replace_all_uses_with(way[-1])
+    norm.graph.erase_node(total)
+    return True
+
+
+def fuse_norm_backward(graph: Graph) -> int:
+    """Make sums of dx of a ``te::norm_backward`` and another gradient part of it; returns how many."""
+    return sum(_fuse(node) for node in list(graph.nodes) if is_te(node, "norm_backward"))
