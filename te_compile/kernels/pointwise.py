@@ -40,6 +40,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import INTERPRETED, Tile, rule_constants
 from te_compile.kernels.spellings import ONE_LESS_TANH_SQUARED, ONE_PLUS_TANH, TIMES_SIGMOID, spelled
@@ -455,29 +456,6 @@ def kernels(spec: Spec) -> ModuleType:
     return module
 
 
-@triton.jit
-def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Column sums of ``partials``, fp32 [count, columns], in an order that is the same in every run."""
-    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    inside = k < columns
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, count, ROWS):
-        at = (start + row).to(tl.int64)
-        within = (start + row < count)[:, None] & inside[None, :]
-        sums += tl.load(partials + at[:, None] * columns + k[None, :], mask=within, other=0.0)
-    tl.store(total + k, tl.sum(sums, axis=0), mask=inside)
-
-
-def _added_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dimension, in ``dtype``."""
-    count, columns = partials.shape
-    total = buffers.empty(partials, (columns,), dtype)
-    # 128 programs and 128 bytes of a row for each even of 4096 columns: the whole GPU reads.
-    launch(_add_up, triton.cdiv(columns, 32), partials, total, count, columns, ROWS=64, COLUMNS=32, num_warps=4)
-    return total
-
-
 # 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
 # copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
 TILE = Tile(64, 128, 8)
@@ -579,5 +557,5 @@ def fused_quantize(
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, **shape,
         )  # fmt: skip
-        sums = [_added_up(partial, result.dtype) for partial, result in zip(partials, spec.sums, strict=True)]
+        sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
     return [q, qt, amax, scale_inv, *emitted, *sums]

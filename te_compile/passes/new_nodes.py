@@ -1,4 +1,4 @@
-"""Where a node of the joint graph stands, in which phase and region, and new nodes that stand where another one does."""
+"""Where a node of the joint graph stands, its phase and region, and new nodes that stand where another one does."""
 
 from __future__ import annotations
 
