@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Rows
-from te_compile.kernels import buffers, native, native_norm, norm, quantize, scale_update, weights
+from te_compile.kernels import buffers, native, native_norm, norm, norm_backward, quantize, scale_update, weights
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.norm import norm_reference
+from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.quantize import quantize_reference
 from te_compile.ops.scaling import update_scales_reference
 from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
@@ -183,6 +184,30 @@ def norm_rows() -> Iterator[Row]:
                 yield Row(name, f"{m}x{k}", size, by_cuda, check, "norm", given is not None, False)
             in_triton = f"{name}, Triton" if cuda else name
             yield Row(in_triton, f"{m}x{k}", size, by_triton, check, "norm", given is not None and not cuda, swept)
+
+
+def norm_backward_rows() -> Iterator[Row]:
+    """All gradients of LayerNorm and RMSNorm, with the residual's."""
+    for m, k in SHAPES:
+        dys, xs, residuals = (_randoms(m, k) for _ in range(3))
+        weight = 1 + torch.randn(k, device=DEVICE, dtype=torch.bfloat16) / 8
+        for name, kind in (("layer norm backward + residual", "layer"), ("RMS norm backward + residual", "rms")):
+            _, mean, rstd = norm_reference(xs[0], weight, None, EPS, kind)
+            bias_dtype = torch.bfloat16 if kind == "layer" else None
+            rest = (kind, True, True, bias_dtype)
+            tasks = [(dy, x, weight, mean, rstd, r, *rest) for dy, x, r in zip(dys, xs, residuals, strict=True)]
+
+            def call(_: Tile | None, turn: int, tasks=tasks) -> Any:
+                return norm_backward.norm_backward(*tasks[turn])
+
+            def check(got: Any, tasks=tasks) -> bool:
+                pairs = list(zip(got, norm_backward_reference(*tasks[0]), strict=True))
+                near = all(torch.allclose(a.float(), b.float(), rtol=0.01, atol=0.05) for a, b in pairs)
+                return near and _same(*pairs[0], 1e-2)
+
+            # The sums of a layer norm's longest rows take a launch of their own, which reads dy and x once more.
+            single = k * (1 + (kind == "layer")) <= norm_backward.LONGEST_SUMS
+            yield Row(name, f"{m}x{k}", 8 * m * k, call, check, "", single, swept=False)
 
 
 def weight_rows() -> Iterator[Row]:
@@ -388,7 +413,8 @@ def families(peers: bool) -> list[Family]:
     """What makes the rows, in the order of the output."""
     from benchmarks import kernel_peers, products
 
-    ours: list[Family] = [quantize_rows, norm_rows, weight_rows, update_rows, fused_rows, products.rows]
+    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows]
+    ours: list[Family] = [*of_matrices, weight_rows, update_rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from te_compile.ops import calibration, registry
 from te_compile.ops.norm import KINDS, output_dtype
+from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.quantize import ALIGNMENT, quantize_reference
 from te_compile.ops.registry import Target, Unsupported
@@ -45,10 +46,14 @@ def _check_target(target: Target) -> None:
         raise Unsupported("Triton is not installed")
 
 
-def _check_dtypes(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+def _check_high_precision(tensors: Sequence[Tensor | None]) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in DTYPES:
             raise Unsupported(f"{tensor.dtype} is none of {', '.join(map(str, DTYPES))}")
+
+
+def _check_dtypes(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+    _check_high_precision(tensors)
     if dtype not in FP8:
         raise Unsupported(f"{dtype} is none of {', '.join(map(str, FP8))}")
 
@@ -61,8 +66,29 @@ def _check_quantize(target: Target, arguments: dict[str, Any]) -> None:
 def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
     _check_target(target)
     _check_dtypes([arguments["x"], arguments["weight"], arguments["bias"]], arguments["dtype"])
-    if arguments["kind"] not in KINDS:
-        raise Unsupported(f"norm kind {arguments['kind']!r} is none of {', '.join(KINDS)}")
+    _check_kind(arguments["kind"])
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise Unsupported(f"norm kind {kind!r} is none of {', '.join(KINDS)}")
+
+
+def _check_norm_backward(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    dy, x = arguments["dy"], arguments["x"]
+    _check_high_precision([dy, x, arguments["weight"], arguments["residual"]])
+    _check_kind(arguments["kind"])
+    if arguments["bias_dtype"] not in (None, *DTYPES):
+        raise Unsupported(f"{arguments['bias_dtype']} is none of {', '.join(map(str, DTYPES))}")
+    columns = x.shape[1]
+    if not isinstance(columns, int):
+        raise Unsupported("the length of a row is not known at compile time")
+    from te_compile.kernels.norm_backward import LONGEST_ROW
+
+    longest = LONGEST_ROW // max(dy.itemsize, x.itemsize)
+    if arguments["wants_dx"] and columns > longest:
+        raise Unsupported(f"K={columns}: no more than {longest} elements of these dtypes fit a program")
 
 
 def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
@@ -140,6 +166,27 @@ def norm_quantize(
     y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
     measure = calibration.must_measure(scale)
     return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure, y_dtype)
+
+
+@registry.register("norm_backward", TRITON, priority=PRIORITY, check=_check_norm_backward)
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None,
+    kind: str,
+    wants_dx: bool,
+    wants_dw: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``te::norm_backward`` by kernels/norm_backward.py."""
+    if x.numel() == 0 or not (wants_dx or wants_dw or bias_dtype):
+        return norm_backward_reference(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
+    from te_compile.kernels.norm_backward import norm_backward as kernel
+
+    return kernel(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
 
 
 @registry.register("quantize_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)

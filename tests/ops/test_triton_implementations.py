@@ -19,6 +19,10 @@ E4M3 = torch.float8_e4m3fn
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantize": {"x": X, "dtype": E4M3},
     "norm_quantize": {"x": X, "weight": X[0], "bias": None, "kind": KINDS[0], "scale": X[0, 0], "dtype": E4M3},
+    "norm_backward": {
+        **{"dy": X, "x": X, "weight": X[0], "residual": X, "kind": KINDS[0]},
+        **{"wants_dx": True, "wants_dw": True, "bias_dtype": torch.bfloat16},
+    },
     "quantize_weights": {"weights": [X, X], "dtype": E4M3},
     "snapshot": {"states": [X]},
     "update_scales_": {"recipe": DelayedScaling().key()},
@@ -54,6 +58,12 @@ def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ("quantize", {"dtype": torch.float8_e8m0fnu}, "e8m0"),
         ("norm_quantize", {"weight": X[0].double()}, "float64"),
         ("norm_quantize", {"kind": "batch"}, "batch"),
+        ("norm_backward", {"dy": X.double()}, "float64"),
+        ("norm_backward", {"residual": X.int()}, "int32"),
+        ("norm_backward", {"bias_dtype": torch.float64}, "float64"),
+        ("norm_backward", {"kind": "batch"}, "batch"),
+        ("norm_backward", {"x": X[:1].repeat(1, 257)}, "K=16448"),
+        ("norm_backward", {"x": X[:1].repeat(1, 129), "dy": X.float()[:1].repeat(1, 129)}, "8192"),
         ("quantize_weights", {"weights": [X, X.float()]}, "differ"),
         ("quantize_weights", {"weights": [X.int()]}, "int32"),
     ],
@@ -71,3 +81,8 @@ def test_recipes_with_functions_are_updated_by_the_reference() -> None:
         recipe = remember(DelayedScaling(**parameters))
         name, declined = registry.choose("update_scales_", HOPPER, {"recipe": recipe})
         assert name == "reference" and "is a function" in declined[-1]
+
+
+def test_rows_of_any_length_are_summed_over_where_no_dx_is_wanted() -> None:
+    arguments = {**ARGUMENTS["norm_backward"], "x": X[:1].repeat(1, 1000), "residual": None, "wants_dx": False}
+    assert registry.choose("norm_backward", HOPPER, arguments)[0] == "triton"
