@@ -70,15 +70,14 @@ def _fuse(norm: Node) -> bool:
     if found is None or arguments_of(norm)["residual"] is not None:
         return False
     way, total = found
-    residual, value = _added_to(way[-1], total), value_of(total)
+    residual = _added_to(way[-1], total)
     dx = value_of(way[0])
-    if residual is None or dx is None or value is None or not same_phase(total, norm):
+    if residual is None or dx is None or not same_phase(total, norm):
         return False
     given = value_of(residual)
     matrix = None if given is None else as_matrix(given, dx.shape[1])
-    # Rows that lie apart in some other way would be copied; and the sum takes the layout of what it adds, where dx lies
-    # as rows.
-    if matrix is None or not same(matrix.stride(1), 1) or not value.is_contiguous():
+    # A matrix whose rows do not run element by element would be copied first.
+    if matrix is None or not same(matrix.stride(1), 1):
         return False
     if not _make_available(norm, residual, way, total):
         return False
