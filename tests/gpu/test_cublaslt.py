@@ -138,6 +138,21 @@ def test_accumulation_adds_once_even_while_algorithms_are_timed(dtype: torch.dty
     assert_close(out, want, "split")
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_addend_is_added_and_stays_as_it_was(dtype: torch.dtype, biased: bool) -> None:
+    m, n, k = (16 * int(torch.randint(8, 40, ())) for _ in range(3))
+    a, b = operands(m, n, k)
+    want = product(a, b)
+    addend = (torch.randn(m, 2 * n, device="cuda") * want.std()).to(dtype)[:, :n]  # rows may lie apart
+    bias = (torch.randn(n, device="cuda") * want.std()).to(BF16) if biased else None
+    before = addend.clone()
+    want = want + addend.double() + (0 if bias is None else bias.double())
+    y = cublaslt.gemm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, "fast", addend=addend)
+    assert_close(y, want)
+    assert torch.equal(addend, before)
+
+
 def test_accumulating_many_micro_batches_equals_their_sum() -> None:
     out = torch.zeros(256, 320, device="cuda")
     want = torch.zeros(256, 320, device="cuda", dtype=torch.float64)
@@ -369,8 +384,8 @@ def test_a_caller_without_a_workspace_is_lent_one() -> None:
     y = torch.full((256, 512), torch.nan, device="cuda", dtype=BF16)
     core.cublaslt_gemm(
         0, a.codes.data_ptr(), b.codes.data_ptr(), y.data_ptr(), a.scale_inv.data_ptr(), b.scale_inv.data_ptr(),
-        0, 0, 0, 0, 256, 512, 4096, 4096, 4096, 512, 0, codes[E4M3], codes[E4M3], codes[BF16], codes[BF16],
-        codes[BF16], core.EPILOGUE_NONE, True, False, 0, 0, 8, native.current_stream(0),
+        0, 0, 0, 0, 0, 256, 512, 4096, 4096, 4096, 512, 0, 0, codes[E4M3], codes[E4M3], codes[BF16], codes[BF16],
+        codes[BF16], core.EPILOGUE_NONE, True, 0, 0, 8, native.current_stream(0),
     )  # fmt: skip
     assert_close(y, product(a, b))
 
