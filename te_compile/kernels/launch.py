@@ -15,17 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
+Programs = tuple[int, int, int]
+
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 _ONE, _SIXTEENS, _SMALL, _WIDE = range(4)
-
-
-def _form_of(number: int) -> int:
-    """What a kernel may have been specialised for, by Triton's rules for integers."""
-    if number == 1:
-        return _ONE
-    if not -0x80000000 <= number < 0x80000000:
-        return _WIDE + (number & 15 == 0) + 2 * (number >= 1 << 63)
-    return _SMALL if number & 15 else _SIXTEENS
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
@@ -38,6 +31,50 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
     if triton.knobs.runtime.interpret:
         kernel[programs](*arguments, **constants)
         return
+    key, values, device = _read(kernel, arguments, constants)
+    found = _compiled.get(key)
+    if found is None:
+        _compile(key, kernel, programs, arguments, constants)
+    else:
+        compiled, rest, _ = found
+        _run(compiled, programs, device, values + rest)
+
+
+class Repeated:
+    """A launch that is made again and again with the very same arguments: what is decided is decided once.
+
+    The tensors among them are kept alive. It must be called with their device current.
+    """
+
+    def __init__(self, kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
+        self.kernel, self.programs = kernel, (grid, 1, 1)
+        self.arguments, self.constants = arguments, constants
+        self.bound: tuple[Any, Programs, int, tuple[Any, ...]] | None = None
+
+    def __call__(self) -> None:
+        """Launch on the current stream."""
+        if self.bound is not None:
+            _run(*self.bound)
+        elif triton.knobs.runtime.interpret:
+            self.kernel[self.programs](*self.arguments, **self.constants)
+        else:
+            self._first()
+
+    def _first(self) -> None:
+        key, values, device = _read(self.kernel, self.arguments, self.constants)
+        is_new = key not in _compiled
+        if is_new:
+            _compile(key, self.kernel, self.programs, self.arguments, self.constants)
+        compiled, rest, _ = _compiled[key]
+        self.bound = compiled, self.programs, device, values + rest
+        if not is_new:
+            self()
+
+
+def _read(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
+    """The key of the compiled kernel, the arguments as it takes them, and the device of the tensors among them."""
     values: list[Any] = []
     forms: list[Any] = []
     device = 0
@@ -50,20 +87,35 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
         else:
             forms.append(_form_of(argument) if isinstance(argument, int) else type(argument))
             values.append(argument)
-    key = (id(kernel), device, tuple(constants), tuple(constants.values()), tuple(forms))
-    found = _compiled.get(key)
-    if found is None:
-        compiled = kernel[programs](*arguments, **constants)
-        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
-        return
-    compiled, rest, _ = found
+    return (id(kernel), device, tuple(constants), tuple(constants.values()), tuple(forms)), tuple(values), device
+
+
+def _form_of(number: int) -> int:
+    """What a kernel may have been specialised for, by Triton's rules for integers."""
+    if number == 1:
+        return _ONE
+    if not -0x80000000 <= number < 0x80000000:
+        return _WIDE + (number & 15 == 0) + 2 * (number >= 1 << 63)
+    return _SMALL if number & 15 else _SIXTEENS
+
+
+def _compile(
+    key: tuple[Any, ...], kernel: Any, programs: Programs, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    """Compile the kernel, which runs it, and keep it under ``key``."""
+    compiled = kernel[programs](*arguments, **constants)
+    rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
+
+
+def _run(compiled: Any, programs: Programs, device: int, values: tuple[Any, ...]) -> None:
+    """Run a compiled kernel on the current stream of the device."""
     stream = torch._C._cuda_getCurrentRawStream(device)
     if _is_watched():
-        compiled[programs](*values, *rest, stream=stream)
+        compiled[programs](*values, stream=stream)
     else:  # what the line above does where nobody has asked to be told of launches
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        run(*programs, stream, function, metadata, None, None, None, *values, *rest)
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*programs, stream, function, metadata, None, None, None, *values)
 
 
 def _is_watched() -> bool:

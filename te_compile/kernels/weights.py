@@ -43,14 +43,15 @@ from te_compile.ops.weights import SCALE_STRIDE
 from te_compile.recipe import ScaleRule
 
 TILE = Tile(128, 128, 8)
-FIELDS = tl.constexpr(6)  # of a weight's geometry: rows, columns, padded rows, first tile, where q and qᵀ start
+# Of a weight's geometry: rows, columns, rows of qᵀ's padding, first tile, where q and qᵀ start, rows and columns of q.
+FIELDS = tl.constexpr(8)
 NOT_WANTED = -1  # in place of a start
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _place(
+def place_of(
     addresses, geometry, index, tile,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +67,54 @@ def _place(
 
 
 @triton.jit
+def measure_tile(
+    program, addresses, geometry, index, amax,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Raise the amax of weight ``index`` to the largest magnitude in tile ``program``."""
+    tile = program - tl.load(geometry + index * FIELDS + 3).to(tl.int32)
+    weight, rows, columns, tile_m, tile_k = place_of(
+        addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
+    )
+    word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
+    first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
+    record_amax(amax + index, largest_of_four(first, second, third, fourth))
+
+
+@triton.jit
+def quantize_tile(
+    tile, addresses, geometry, index, used, q, qt, scale_inv,
+    E5M2: tl.constexpr,
+    ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The codes of tile ``tile`` of weight ``index`` under the scale ``used``; returns its largest magnitude's bits."""
+    padded_rows = tl.multiple_of(tl.load(geometry + index * FIELDS + 2).to(tl.int32), 16)
+    q_start = tl.load(geometry + index * FIELDS + 4)
+    qt_start = tl.load(geometry + index * FIELDS + 5)
+    q_rows = tl.load(geometry + index * FIELDS + 6).to(tl.int32)
+    q_columns = tl.load(geometry + index * FIELDS + 7).to(tl.int32)
+    if ALIGNED:
+        q_columns = tl.multiple_of(q_columns, 16)
+    if tile == 0:
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), used)
+        tl.store(scale_inv + 4 * index + tl.arange(0, 4), tl.broadcast_to(inverse, (4,)))
+    weight, rows, columns, tile_m, tile_k = place_of(
+        addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
+    )
+    word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
+    first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
+    largest = largest_of_four(first, second, third, fourth)
+    first, second, third, fourth = scaled(first, used), scaled(second, used), scaled(third, used), scaled(fourth, used)
+    if q_start >= 0:
+        codes = q + tl.multiple_of(q_start, 16)
+        store_tile(codes, first, second, third, fourth, tile_m, tile_k, word, k, q_rows, q_columns, E5M2)
+    if qt_start >= 0:
+        words = fp8_words(first, second, third, fourth, E5M2)
+        store_words(qt + tl.multiple_of(qt_start, 16), words, tile_m, tile_k, word, k, q_columns, padded_rows)
+    return largest
+
+
+@triton.jit
 def _measure_kernel(
     addresses, geometry, tiles, scales, amax,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -76,13 +125,7 @@ def _measure_kernel(
     if scales is not None:
         given = tl.load(scales + index)
     if given <= 0:
-        tile = program - tl.load(geometry + index * FIELDS + 3).to(tl.int32)
-        weight, rows, columns, tile_m, tile_k = _place(
-            addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
-        )
-        word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
-        first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
-        record_amax(amax + index, largest_of_four(first, second, third, fourth))
+        measure_tile(program, addresses, geometry, index, amax, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS)
 
 
 @triton.jit
@@ -94,31 +137,15 @@ def _quantize_kernel(
     program = tl.program_id(0)
     index = tl.load(tiles + program)
     tile = program - tl.load(geometry + index * FIELDS + 3).to(tl.int32)
-    padded_rows = tl.multiple_of(tl.load(geometry + index * FIELDS + 2).to(tl.int32), 16)
-    q_start = tl.load(geometry + index * FIELDS + 4)
-    qt_start = tl.load(geometry + index * FIELDS + 5)
     if scales is None:
         used = scale_from_amax(tl.load(amax + index), TARGET, EPSILON, POWER_2)
     else:
         used = tl.load(scales + index)
         if MEASURED:
             used = tl.where(used > 0, used, scale_from_amax(tl.load(amax + index), TARGET, EPSILON, POWER_2))
-    if tile == 0:
-        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), used)
-        tl.store(scale_inv + 4 * index + tl.arange(0, 4), tl.broadcast_to(inverse, (4,)))
-    weight, rows, columns, tile_m, tile_k = _place(
-        addresses, geometry, index, tile, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
+    largest = quantize_tile(
+        tile, addresses, geometry, index, used, q, qt, scale_inv, E5M2, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS
     )
-    word, k = tl.arange(0, TILE_ROWS // 4), tl.arange(0, TILE_COLUMNS)
-    first, second, third, fourth = load_tile(weight, tile_m, tile_k, word, k, rows, columns, columns, 1)
-    largest = largest_of_four(first, second, third, fourth)
-    first, second, third, fourth = scaled(first, used), scaled(second, used), scaled(third, used), scaled(fourth, used)
-    if q_start >= 0:
-        codes = q + tl.multiple_of(q_start, 16)
-        store_tile(codes, first, second, third, fourth, tile_m, tile_k, word, k, rows, columns, E5M2)
-    if qt_start >= 0:
-        words = fp8_words(first, second, third, fourth, E5M2)
-        store_words(qt + tl.multiple_of(qt_start, 16), words, tile_m, tile_k, word, k, columns, padded_rows)
     record_amax(amax + index, largest)
 
 
@@ -127,20 +154,28 @@ def _tile_counts(shapes: Sequence[tuple[int, int]], tile: Tile) -> list[int]:
     return [max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)) for rows, columns in shapes]
 
 
-def _geometry(
-    shapes: Sequence[tuple[int, int]], row_starts: Sequence[int], column_starts: Sequence[int], tile: Tile
+def geometry_of(
+    shapes: Sequence[tuple[int, int]],
+    row_starts: Sequence[int],
+    column_starts: Sequence[int],
+    tile: Tile,
+    copies: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """int64 [n, FIELDS]: what the kernels know about each weight besides its address."""
+    """int64 [n, FIELDS]: what the kernels know about each weight besides its address.
+
+    copies: the shapes of the row-major codes, where these are padded up to multiples of 16 and ``shapes`` are not; the
+    same tiles cover both.
+    """
     lines, first_tile = [], 0
-    for (rows, columns), row_start, column_start, count in zip(
-        shapes, row_starts, column_starts, _tile_counts(shapes, tile), strict=True
+    for (rows, columns), row_start, column_start, count, copy in zip(
+        shapes, row_starts, column_starts, _tile_counts(shapes, tile), copies or shapes, strict=True
     ):
-        lines.append((rows, columns, padded(rows), first_tile, row_start, column_start))
+        lines.append((rows, columns, padded(rows), first_tile, row_start, column_start, *copy))
         first_tile += count
     return torch.tensor(lines, dtype=torch.int64)
 
 
-def _tile_map(shapes: Sequence[tuple[int, int]], tile: Tile) -> Tensor:
+def tile_map(shapes: Sequence[tuple[int, int]], tile: Tile) -> Tensor:
     """int32 [programs]: the weight that each program works on."""
     counts = torch.tensor(_tile_counts(shapes, tile))
     return torch.repeat_interleave(torch.arange(len(shapes), dtype=torch.int32), counts)
@@ -184,8 +219,8 @@ def quantize_weights(
         qt = buffers.empty(like, (column_length,), dtype)
         scale_inv = buffers.empty(like, (count, SCALE_STRIDE), torch.float32)
         table = address_table(addresses, device)
-        geometry = device_table(("geometry", *places), lambda: _geometry(*places), device)
-        tiles = device_table(("tiles", shapes, tile), lambda: _tile_map(shapes, tile), device)
+        geometry = device_table(("geometry", *places), lambda: geometry_of(*places), device)
+        tiles = device_table(("tiles", shapes, tile), lambda: tile_map(shapes, tile), device)
         grid = tiles.numel()
         if measure:
             launch(_measure_kernel, grid, table, geometry, tiles, scales, amax, **constants)

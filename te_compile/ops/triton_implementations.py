@@ -21,7 +21,8 @@ from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.quantize import ALIGNMENT, quantize_reference
 from te_compile.ops.registry import Target, Unsupported
-from te_compile.ops.weights import column_places, row_places
+from te_compile.ops.weight_refresh import Layout, Refresher
+from te_compile.ops.weights import Outputs, column_places, row_places
 from te_compile.recipe import DelayedScaling, ScaleRule, recipe_of
 
 TRITON = "triton"
@@ -215,6 +216,16 @@ def quantize_weights(
         rule,
         calibration.must_measure(scales),
     )
+
+
+@registry.register("refresh_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)
+def refresh_weights(
+    layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]
+) -> Refresher:
+    """A refresher by kernels/weight_refresh.py."""
+    from te_compile.kernels.weight_refresh import TritonRefresher
+
+    return TritonRefresher(layout, outputs, rows, weights)
 
 
 @registry.register("grouped_gemm", TRITON, priority=PRIORITY, check=_check_grouped_gemm)

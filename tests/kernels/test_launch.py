@@ -9,7 +9,7 @@ import torch
 import triton
 
 from te_compile.kernels import launch as module
-from te_compile.kernels.launch import launch
+from te_compile.kernels.launch import Repeated, launch
 
 
 class Kernel:
@@ -121,3 +121,20 @@ def test_another_kernel_or_device_is_another_form(kernel: Kernel) -> None:
     x, second = torch.zeros(64), Kernel()
     assert run(kernel, x) == run(second, x) == 1
     assert run(kernel, x.as_subclass(Elsewhere)) == 2
+
+
+def test_a_repeated_launch_decides_once_and_runs_on_the_stream_of_the_moment(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(64)
+    constants = {"TILE": 64, "FLAG": True, "num_warps": 4}
+    repeated = Repeated(kernel, 3, x, None, 5, 0.5, **constants)
+    repeated()
+    assert len(kernel.compiled) == 1 and not kernel.run
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    repeated()
+    ((grid, arguments, stream, _),) = kernel.run
+    assert (grid, arguments, stream) == ((3, 1, 1), (x.data_ptr(), None, 5, 0.5, 64, True), 99)
+    other = Repeated(kernel, 7, torch.ones(128), None, 7, 0.1, **constants)
+    other()
+    assert len(kernel.compiled) == 1 and kernel.run[-1][0] == (7, 1, 1), "another launch of the same form"
