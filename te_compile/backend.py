@@ -2,8 +2,8 @@
 
 Dynamo hands over a graph whose parameters are placeholders. It is normalised, its linears are found, selected and
 lowered to ``te::`` operators with FP8 state; AOTAutograd traces forward and backward into one joint graph, on which the
-fusions run; Inductor compiles what is not ours. At run time the state of each parameter is looked up by the parameter
-itself, so one compiled graph serves every block that shares its code.
+fusions run; Inductor compiles what is not ours. At run time the state of each parameter and its FP8 copies are looked
+up by the parameter itself, so one compiled graph serves every block that shares its code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from te_compile.compilers import COMPILERS
+from te_compile.compilers import COMPILERS, captures_cuda_graphs
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
 from te_compile.passes.find_attentions import find_attentions
@@ -28,7 +28,7 @@ from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
 from te_compile.passes.spell_out import spell_out_linears
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
-from te_compile.runtime import Runner, example_states
+from te_compile.runtime import Runner, example_inputs_of
 
 
 def te_fp8(
@@ -48,9 +48,10 @@ def te_fp8(
     plan = Plan()
     compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
     signature = rewrite(gm, example_inputs, chosen, compilation)
-    states = example_states(signature, plan, chosen.recipe)
-    compiled = COMPILERS[chosen.compiler](gm, [*states, *example_inputs], chosen, compilation)
-    return torch._dynamo.disable(Runner(compiled, signature, gm, len(states), chosen.recipe).__call__)
+    added = example_inputs_of(signature, chosen.recipe)
+    compiled = COMPILERS[chosen.compiler](gm, [*added, *example_inputs], chosen, compilation)
+    runner = Runner(compiled, signature, gm, chosen.recipe, captures_cuda_graphs(chosen))
+    return torch._dynamo.disable(runner.__call__)
 
 
 def rewrite(
@@ -75,7 +76,7 @@ def rewrite(
 
     def lower() -> int:
         nonlocal signature
-        signature = lower_linears(graph, plan, chosen.recipe, torch.is_grad_enabled())
+        signature = lower_linears(graph, plan, chosen.recipe, torch.is_grad_enabled(), chosen.cache_weights)
         return len(plan.selected)
 
     compilation.run("lower_linears", lower, graph)

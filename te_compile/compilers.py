@@ -67,13 +67,22 @@ class JointPasses(CustomGraphPass):
         return f"{ours} {available} {self.compilation.recipe} {self.compilation.options}"
 
 
+def _asked_of_inductor(options: Options) -> dict[str, Any]:
+    """The Inductor options of the user's mode, and over them the user's own."""
+    of_mode = torch._inductor.list_mode_options(options.mode) if options.mode else {}
+    return {**of_mode, **options.inductor}
+
+
+def captures_cuda_graphs(options: Options) -> bool:
+    """Will Inductor replay CUDA graphs, which read their inputs where they were when it captured them?"""
+    asked = _asked_of_inductor(options).get("triton.cudagraphs", config.triton.cudagraphs)
+    return options.compiler == "inductor" and bool(asked)
+
+
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Compile with Inductor, under the user's mode and Inductor options."""
-    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation)}
-    if options.mode:
-        patches.update(torch._inductor.list_mode_options(options.mode))
-    patches.update(options.inductor)
-    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
+    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation), **_asked_of_inductor(options)}
+    if captures_cuda_graphs(options):
         buffers.stop_lending()
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled

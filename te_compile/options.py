@@ -16,6 +16,7 @@ option                default     meaning
 ``strict``            False       is an eligible linear that stays in high precision an error?
 ``compiler``          "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
 ``cost_model``        True        on a GPU, leave linears alone that are too small to gain
+``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same
 ``mode``              None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
 ====================  ==========  ===================================================================================
@@ -69,6 +70,7 @@ class Options:
     strict: bool = False
     compiler: str = "inductor"
     cost_model: bool = True
+    cache_weights: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
 
@@ -298,5 +300,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strict": _as_bool,
     "compiler": _as_compiler,
     "cost_model": _as_bool,
+    "cache_weights": _as_bool,
     "mode": _as_mode,
 }

@@ -1,4 +1,4 @@
-"""What stands between Dynamo and the compiled graph on each call: the lookup of the FP8 states."""
+"""What stands between Dynamo and the compiled graph on each call: the lookup of FP8 states and copies of weights."""
 
 from __future__ import annotations
 
@@ -12,30 +12,45 @@ from torch.fx import GraphModule
 
 from te_compile import state
 from te_compile.ops.scaling import HISTORY
+from te_compile.ops.weights import QUANTIZE_WEIGHTS
+from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.lower import Signature
-from te_compile.passes.plan import Plan
 from te_compile.recipe import DelayedScaling, Recipe
+from te_compile.weight_cache import CopiesOfGroup
 
 
-def example_states(signature: Signature, plan: Plan, recipe: Recipe) -> list[Tensor]:
+def example_inputs_of(signature: Signature, recipe: Recipe) -> list[Tensor]:
     """Fake tensors of the shapes that :class:`Runner` will hand in, in the order of the new placeholders.
 
     Fake, because a backend may be called with fake parameters, and twice: a real state would be made for nobody.
     """
-    if not signature.weights or not signature.stateful:
+    if not signature.added:
         return []
     context = TracingContext.try_get()
     fake_mode = context.fake_mode if context is not None else None
     assert fake_mode is not None, "te_fp8 is called by torch.compile, which provides a fake mode"
+    with fake_mode, torch.no_grad():
+        states = _example_states(signature, recipe) if signature.states else []
+        return states + [each for group in signature.groups for each in _example_copies(group)]
+
+
+def _example_states(signature: Signature, recipe: Recipe) -> list[Tensor]:
     devices = [value_of(weight).device for weight in signature.weights]
     columns = HISTORY + history_length(recipe)
-    with fake_mode:
-        states = [torch.zeros(state.FORWARD_ROWS, columns, device=device) for device in devices]
-        if signature.training:
-            states += [torch.zeros(state.BACKWARD_ROWS, columns, device=device) for device in devices]
-            states.append(torch.zeros(signature.slots, device=devices[0], requires_grad=True))
+    states = [torch.zeros(state.FORWARD_ROWS, columns, device=device) for device in devices]
+    if signature.training:
+        states += [torch.zeros(state.BACKWARD_ROWS, columns, device=device) for device in devices]
+        states.append(torch.zeros(signature.slots, device=devices[0], requires_grad=True))
     return states
+
+
+def _example_copies(group: WeightGroup) -> list[Tensor]:
+    layout = group.layout
+    matrices = [torch.empty(shape, dtype=group.dtype, device=group.device) for shape in layout.copies]
+    flags = list(layout.rowwise), list(layout.columnwise)
+    outputs = QUANTIZE_WEIGHTS(matrices, None, layout.dtype, *flags, layout.rule.text())
+    return [outputs[i] for i in group.inputs]
 
 
 def history_length(recipe: Recipe) -> int:
@@ -44,26 +59,43 @@ def history_length(recipe: Recipe) -> int:
 
 
 class Runner:
-    """Calls the compiled graph with the states of this call's own parameters in front of the arguments.
+    """Calls the compiled graph with the states and FP8 copies of this call's own parameters in front of the arguments.
 
     By parameter identity and on every call: with regional compilation one graph serves many blocks, each with states
     of its own.
     """
 
     def __init__(
-        self, compiled: Callable[..., Any], signature: Signature, gm: GraphModule, added: int, recipe: Recipe
+        self,
+        compiled: Callable[..., Any],
+        signature: Signature,
+        gm: GraphModule,
+        recipe: Recipe,
+        replays_cuda_graphs: bool = False,
     ) -> None:
-        placeholders = gm.graph.find_nodes(op="placeholder")
+        given = gm.graph.find_nodes(op="placeholder")[signature.added :]
         self.compiled = compiled
-        self.positions = [placeholders.index(weight) - added for weight in signature.weights] if added else []
+        self.positions = [given.index(weight) for weight in signature.weights] if signature.states else []
         self.signature, self.history_length = signature, history_length(recipe)
         self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
+        self.copies = [
+            CopiesOfGroup(group, [given.index(weight) for weight in group.weights], replays_cuda_graphs)
+            for group in signature.groups
+        ]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the arguments that Dynamo passes."""
-        if not self.positions:
-            return self.compiled(*args)
+        extra: list[Tensor] = []
+        forward: list[Tensor] = []
+        if self.positions:
+            extra = self._states(args)
+            forward = extra[: len(self.positions)]
+        for copies in self.copies:
+            extra += copies.inputs(args, forward)
+        return self.compiled(*extra, *args)
+
+    def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
         training = self.signature.training
         state.poll()
         states = [
@@ -74,7 +106,7 @@ class Runner:
         if training:
             extra += [each.backward for each in states]
             extra.append(self._token_on(extra[0].device))
-        return self.compiled(*extra, *args)
+        return extra
 
     def _token_on(self, device: torch.device) -> Tensor:
         """The input whose gradient carries the amaxes; its values are never read."""

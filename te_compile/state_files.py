@@ -35,6 +35,7 @@ from te_compile.state import (
     states_by_name,
     states_of,
 )
+from te_compile.weight_cache import forget_copies
 
 FILE_FORMAT = "te_compile.state"
 FILE_VERSION = "1"
@@ -82,6 +83,7 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
         drop_unused(pair.parameter)
     for pair in placed:
         overwrite(pair.parameter, pair.forward, pair.backward)
+    forget_copies(pair.parameter for pair in placed)  # they were cast by the scales from before
 
 
 def _require_whole(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

@@ -173,6 +173,9 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
             counts, reasons = implementations_in(compilation.joint)
             chosen_implementations += counts
             declined |= reasons
+        for group in compilation.plan.groups:  # quantised outside of the graph
+            chosen_implementations["te::quantize_weights", group.implementations["quantize_weights"]] += 1
+            declined.update(group.declined)
     by_operator: dict[str, dict[str, int]] = {}
     for (operator, name), count in chosen_implementations.items():
         by_operator.setdefault(operator, {})[name] = count

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,10 +109,8 @@ class _Graph:
         self.gm, self.signature, self.mode = gm, signature, mode
         self.history, self.gradient_max = history_length(chosen.recipe), chosen.recipe.fp8_format.backward_max
         placeholders = gm.graph.find_nodes(op="placeholder")
-        stateful = bool(signature.weights) and signature.stateful
-        added = len(signature.weights) * (1 + signature.training) + signature.training if stateful else 0
-        self.positions = [placeholders.index(weight) - added for weight in signature.weights]
-        self.stateful = stateful
+        self.positions = [placeholders.index(weight) - signature.added for weight in signature.weights]
+        self.stateful = signature.states > 0
         self.owners = {
             site.name: signature.weights.index(site.root_weight) for site in plan.selected if site.root_weight
         }
@@ -156,6 +155,7 @@ def measure(
     target, _ = uncompiled(model)
     _require_whole(target)
     mode = Measuring()
+    chosen = replace(chosen, cache_weights=False)  # each graph quantises what it is called with
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm, plan = _with_sources(gm), Plan()

@@ -117,8 +117,7 @@ def _quantize_kernel(
                 E5M2, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS,
             )  # fmt: skip
             if MEASURED:
-                if tile == 0:
-                    tl.store(amax + index, tl.load(scratch + index))
+                tl.store(amax + index, tl.load(scratch + index), mask=tile == 0)
 
 
 def _line_table(matrices: Sequence[Tensor]) -> Tensor:

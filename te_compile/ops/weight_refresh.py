@@ -72,7 +72,9 @@ class Layout:
     def matrices(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The matrices as the weights have them, views."""
         return [
-            weights[source].as_strided(shape, (shape[1], 1), weights[source].storage_offset() + offset)
+            weights[source]
+            if weights[source].shape == shape and weights[source].is_contiguous()
+            else weights[source].as_strided(shape, (shape[1], 1), weights[source].storage_offset() + offset)
             for source, offset, shape in zip(self.sources, self.offsets, self.shapes, strict=True)
         ]
 
@@ -151,6 +153,7 @@ class ReferenceRefresher:
         self.layout, self.outputs, self.rows = layout, outputs, rows
         self.fingerprint = fingerprint_reference(layout.matrices(weights))
 
+    @torch.no_grad()
     def __call__(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
         """See :class:`Refresher`."""
         fingerprint = fingerprint_reference(self.layout.matrices(weights))

@@ -1,11 +1,12 @@
 """Turn the selected linears into ``te::`` operators with FP8 state.
 
-The root graph gains, in front: the states as placeholders, one snapshot of all scales, one quantize of all weights, and
-the slots through which gradient amaxes return. Each linear becomes one ``te::linear``, and each product of
-grouped experts one ``te::grouped_linear``. At the end stands the one update of all forward states; the backward states'
-update comes with the slots' gradient. Scales are read from the snapshot, an opaque operator's fresh output: reading the
-state itself would let the compiler save a view of what the update then overwrites, and the backward pass would use the
-wrong scale without a word.
+The root graph gains, in front: the states and the FP8 copies of weights as placeholders, one snapshot of all scales,
+one quantize of the weights whose copies cannot come from outside (cached_weights.py), and the slots through which
+gradient amaxes return. Each linear becomes one ``te::linear``, and each product of grouped experts one
+``te::grouped_linear``. At the end stands the one update of all forward states; the backward states' update comes with
+the slots' gradient. Scales are read from the snapshot, an opaque operator's fresh output: reading the state itself
+would let the compiler save a view of what the update then overwrites, and the backward pass would use the wrong scale
+without a word.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from te_compile.ops.grouped_linear import GROUPED_LINEAR, OWNED_ROWS
 from te_compile.ops.linear import LINEAR, LinearConfig
 from te_compile.ops.quantize import padded
 from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
-from te_compile.ops.weights import QUANTIZE_WEIGHTS, column_places, row_places
+from te_compile.ops.weight_refresh import Layout
+from te_compile.ops.weights import QUANTIZE_WEIGHTS
+from te_compile.passes.cached_weights import (
+    OUTPUTS,
+    WeightGroup,
+    implementations_for,
+    offset_in_parameter,
+    stored_shape,
+)
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.plan import Plan, Site
 from te_compile.passes.weight_expressions import Matrix
@@ -37,13 +46,27 @@ class Signature:
     """The placeholders that lowering put in front of the graph's own, in order: what the runtime must hand in.
 
     ``weights``: the root placeholders whose parameters own the states, one forward state each and, when ``training``,
-    one backward state each; ``slots``: the length of the token that follows them, 0 if there is none.
+    one backward state each; ``slots``: the length of the token that follows them, 0 if there is none; ``groups``: the
+    weights whose copies come last.
     """
 
     weights: list[Node] = field(default_factory=list)
     training: bool = False
     slots: int = 0
     stateful: bool = True
+    groups: list[WeightGroup] = field(default_factory=list)
+
+    @property
+    def states(self) -> int:
+        """How many placeholders stand for FP8 state."""
+        if not self.weights or not self.stateful:
+            return 0
+        return len(self.weights) * (1 + self.training) + self.training
+
+    @property
+    def added(self) -> int:
+        """How many placeholders there are in all."""
+        return self.states + sum(len(group.inputs) for group in self.groups)
 
 
 @dataclass
@@ -53,7 +76,7 @@ class _Weight:
     codes: Node | None
     codes_transposed: Node | None
     scale_inv: Node
-    amax: Node
+    amax: Node | None
 
 
 def _new_placeholder(graph: Graph, name: str) -> Node:
@@ -67,8 +90,10 @@ def _new_placeholder(graph: Graph, name: str) -> Node:
 class _Lowering:
     """The root graph's side of lowering; one instance a graph."""
 
-    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, training: bool) -> None:
-        self.graph, self.recipe, self.sites = graph, recipe, plan.selected
+    def __init__(self, graph: Graph, plan: Plan, recipe: Recipe, training: bool, cache_weights: bool) -> None:
+        self.graph, self.recipe, self.sites, self.parameters = graph, recipe, plan.selected, plan.parameters
+        self.training, self.cache_weights = training, cache_weights
+        self.first = next(iter(graph.nodes))
         self.weights = list(dict.fromkeys(site.root_weight for site in self.sites if site.root_weight is not None))
         # One parameter can have several: its slices, or itself and a masked copy. They share its state.
         matrices = {site.matrix.value: site.matrix for site in self.sites if site.matrix is not None}
@@ -91,7 +116,7 @@ class _Lowering:
     def add_states(self) -> None:
         if not self.recipe.stateful:
             return
-        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+        with self.graph.inserting_before(self.first):
             self.forward_states = [_new_placeholder(self.graph, f"te_forward_{i}") for i in range(len(self.weights))]
             if self.signature.training:
                 self.backward_states = [
@@ -105,16 +130,72 @@ class _Lowering:
             self.slots = self.call(GRADIENT_SLOTS, token, self.backward_states, owners, self.recipe.key())
 
     def quantize_weights(self) -> dict[Node, _Weight]:
-        """One quantize for all matrices of one dtype and device, and each one's slices of what it gives."""
+        """One quantize for all matrices of one dtype and device, and each one's slices of what it gives.
+
+        Where copies can be kept from call to call, they are slices of inputs, and the quantize is not on the graph.
+        """
+        kept: dict[object, list[tuple[Matrix, int]]] = {}
         groups: dict[object, list[Matrix]] = {}
         for matrix in self.matrices:
-            value = value_of(matrix.value)
-            groups.setdefault((value.dtype, value.device), []).append(matrix)
+            value, offset = value_of(matrix.value), self._offset(matrix)
+            if offset is None:
+                groups.setdefault((value.dtype, value.device), []).append(matrix)
+            else:
+                trains = value_of(matrix.owner).requires_grad
+                kept.setdefault((value.dtype, value.device, trains), []).append((matrix, offset))
         copies: dict[Node, Node] = {}
         quantized = {}
-        for members in groups.values():
-            quantized.update(self._quantize_group(members, copies))
+        for members in kept.values():
+            quantized.update(self._take_in(*map(list, zip(*members, strict=True))))
+        for matrices in groups.values():
+            quantized.update(self._quantize_group(matrices, copies))
         return quantized
+
+    def _offset(self, matrix: Matrix) -> int | None:
+        """Where the matrix begins in its parameter, if its copies can be kept from call to call."""
+        *experts, rows, columns = value_of(matrix.value).shape
+        # A padded batch of experts is no padded matrix.
+        is_padded_batch = bool(experts) and (rows, columns) != (padded(rows), padded(columns))
+        if not self.cache_weights or is_padded_batch or implementations_for([matrix], self.format.forward) is None:
+            return None
+        return offset_in_parameter(matrix, self.parameters.get(matrix.owner))
+
+    def _take_in(self, members: list[Matrix], offsets: list[int]) -> dict[Node, _Weight]:
+        """Placeholders for what te::quantize_weights gives for ``members``, as far as the graph reads it."""
+        group = self._group(members, offsets)
+        self.signature.groups.append(group)
+        unread = {
+            "codes": not any(group.layout.rowwise),
+            "transposed": not any(group.layout.columnwise),
+            "amax": not self.signature.training,
+        }
+        group.inputs = [i for i, output in enumerate(OUTPUTS) if not unread.get(output)]
+        name = f"te_weights_{len(self.signature.groups) - 1}"
+        inputs: list[Node | None] = [None] * len(OUTPUTS)
+        with self.graph.inserting_before(self.first):
+            for i in group.inputs:
+                inputs[i] = _new_placeholder(self.graph, f"{name}_{OUTPUTS[i]}")
+        return self._slices(members, group.layout, *inputs)
+
+    def _group(self, members: list[Matrix], offsets: list[int]) -> WeightGroup:
+        weights = list(dict.fromkeys(matrix.owner for matrix in members))
+        rowwise, columnwise = zip(*map(self._layouts, members), strict=True)
+        layout = Layout(
+            tuple(weights.index(matrix.owner) for matrix in members),
+            tuple(offsets),
+            tuple(map(stored_shape, members)),
+            tuple(map(self._padded_shape, members)),
+            rowwise,
+            columnwise,
+            self.format.forward,
+            self.recipe.rule(),
+        )
+        value = value_of(members[0].value)
+        chosen = implementations_for(members, self.format.forward)
+        assert chosen is not None, "such matrices are quantised in the graph"
+        lasting = not (self.training and value_of(members[0].owner).requires_grad)
+        owners = [self.weights.index(matrix.owner) for matrix in members]
+        return WeightGroup(weights, owners, layout, value.dtype, value.device, lasting, *chosen)
 
     def _quantize_group(self, members: list[Matrix], copies: dict[Node, Node]) -> dict[Node, _Weight]:
         detached = [self.call(torch.detach, matrix.copied(self.graph, copies)) for matrix in members]
@@ -126,18 +207,30 @@ class _Lowering:
             whole = rows == list(range(1, 2 * len(self.weights), 2))
             picked = (slice(1, 2 * len(rows), 2),) if whole else (rows,)
             scales = self.call(torch.ops.aten.contiguous.default, self.call(operator.getitem, self.scales, picked))
-        rowwise, columnwise = (list(flags) for flags in zip(*map(self._layouts, members), strict=True))
-        out = self.call(QUANTIZE_WEIGHTS, aligned, scales, self.format.forward, rowwise, columnwise, self.rule)
-        codes, transposed, amax, scale_inv = (self.call(operator.getitem, out, i) for i in range(4))
-        sized = [torch.empty(shape, device="meta") for shape in shapes]
-        starts, transposed_starts = row_places(sized, rowwise)[0], column_places(sized, columnwise)[0]
+        rowwise, columnwise = (tuple(flags) for flags in zip(*map(self._layouts, members), strict=True))
+        flags = list(rowwise), list(columnwise)
+        out = self.call(QUANTIZE_WEIGHTS, aligned, scales, self.format.forward, *flags, self.rule)
+        outputs = (self.call(operator.getitem, out, i) for i in range(len(OUTPUTS)))
+        layout = Layout((), (), (), tuple(shapes), rowwise, columnwise, self.format.forward, self.recipe.rule())
+        return self._slices(members, layout, *outputs)
+
+    def _slices(
+        self,
+        members: list[Matrix],
+        layout: Layout,
+        codes: Node | None,
+        transposed: Node | None,
+        amax: Node | None,
+        scale_inv: Node | None,
+    ) -> dict[Node, _Weight]:
+        """The part of each matrix in what te::quantize_weights gives for all."""
         quantized = {}
-        for i, (matrix, (height, width)) in enumerate(zip(members, shapes, strict=True)):
+        for i, (matrix, (height, width)) in enumerate(zip(members, layout.copies, strict=True)):
             quantized[matrix.value] = _Weight(
-                self._slice(codes, starts[i], height, width),
-                self._slice(transposed, transposed_starts[i], width, height),
+                self._slice(codes, layout.row_starts[i], height, width),
+                self._slice(transposed, layout.column_starts[i], width, height),
                 self.call(torch.select, self.call(torch.select, scale_inv, 0, i), 0, 0),
-                self.call(torch.select, amax, 0, i),
+                None if amax is None else self.call(torch.select, amax, 0, i),
             )
         return quantized
 
@@ -168,8 +261,8 @@ class _Lowering:
         }
         return False in forward | dgrad, True in forward | dgrad
 
-    def _slice(self, flat: Node, start: int | None, rows: int, columns: int) -> Node | None:
-        if start is None:
+    def _slice(self, flat: Node | None, start: int | None, rows: int, columns: int) -> Node | None:
+        if flat is None or start is None:
             return None
         part = self.call(torch.ops.aten.slice.Tensor, flat, 0, start, start + rows * columns)
         return self.call(torch.ops.aten.view.default, part, [rows, columns])
@@ -178,7 +271,11 @@ class _Lowering:
         """The one update of all forward states, last in the graph."""
         values = []
         for weight in self.weights:
-            of_matrices = [quantized[matrix.value].amax for matrix in self.matrices if matrix.owner is weight]
+            of_matrices = [
+                amax
+                for matrix in self.matrices
+                if matrix.owner is weight and (amax := quantized[matrix.value].amax) is not None
+            ]
             values += [self._largest(amaxes[weight]), self._largest(of_matrices)]
         self.call(UPDATE_SCALES, self.forward_states, values, "forward", self.recipe.key())
 
@@ -229,11 +326,14 @@ def _lower_site(
     return region.send_out(amax)
 
 
-def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool) -> Signature:
-    """Rewrite every selected site of ``plan``; returns the inputs that the graph now wants."""
+def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool, cache_weights: bool = True) -> Signature:
+    """Rewrite every selected site of ``plan``; returns the inputs that the graph now wants.
+
+    cache_weights: FP8 copies of weights are such inputs where they can be.
+    """
     if not plan.selected:
         return Signature(stateful=recipe.stateful)
-    work = _Lowering(graph, plan, recipe, training)
+    work = _Lowering(graph, plan, recipe, training, cache_weights)
     # Linears that read one value share its scale, so that it is quantised once.
     first_reader: dict[Node, int] = {}
     with graph.inserting_before(work.body):
@@ -257,4 +357,5 @@ def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool) -> S
     if work.signature.training:
         with graph.inserting_before(graph.output_node()):
             work.update(amaxes, quantized)
+    plan.groups = work.signature.groups
     return work.signature

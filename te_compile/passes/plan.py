@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.nn import Parameter
 
 from te_compile.ops.quantize import padded
+from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import Matrix, Weight
 
@@ -105,11 +106,13 @@ class Attention:
 
 @dataclass
 class Plan:
-    """What one captured graph consists of. ``parameters``: what the user's model holds at root placeholders."""
+    """What one captured graph consists of. ``parameters``: what the user's model holds at root placeholders;
+    ``groups``: the weights that are quantised outside of the graph, known once it is lowered."""
 
     sites: list[Site] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     parameters: dict[Node, Parameter] = field(default_factory=dict)
+    groups: list[WeightGroup] = field(default_factory=list)
 
     @property
     def selected(self) -> list[Site]:

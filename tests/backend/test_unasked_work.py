@@ -94,11 +94,17 @@ def test_inference_runs_the_forward_products_and_keeps_nothing_for_a_backward() 
 
 
 def test_inference_quantises_weights_in_the_one_layout_that_it_reads() -> None:
-    fast = compiled(Chain())
-    with torch.no_grad(), manager.recording() as records:
-        fast(torch.randn(any_length(), 32))
-    (quantize,) = te_nodes(records[0], "quantize_weights")
-    assert arguments_of(quantize)["columnwise"] == [False] * 3
+    for cache_weights in (False, True):
+        torch._dynamo.reset()
+        fast = compiled(Chain(), cache_weights=cache_weights)
+        with torch.no_grad(), manager.recording() as records:
+            fast(torch.randn(any_length(), 32))
+        if cache_weights:
+            (group,) = records[0].plan.groups
+            assert group.layout.rowwise == (True,) * 3 and group.layout.columnwise == (False,) * 3
+        else:
+            (quantize,) = te_nodes(records[0], "quantize_weights")
+            assert arguments_of(quantize)["columnwise"] == [False] * 3
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

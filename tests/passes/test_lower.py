@@ -31,11 +31,15 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def lowered(
-    run: Callable[..., Any], *inputs: Any, recipe: Recipe | None = None, training: bool = True
+    run: Callable[..., Any],
+    *inputs: Any,
+    recipe: Recipe | None = None,
+    training: bool = True,
+    cache_weights: bool = False,
 ) -> tuple[Graph, Signature, Plan, list[Region]]:
     """The root graph with every linear lowered."""
     regions, plan = regions_and_plan(run, *inputs)
-    signature = lower_linears(regions[0].graph, plan, recipe or DelayedScaling(), training)
+    signature = lower_linears(regions[0].graph, plan, recipe or DelayedScaling(), training, cache_weights)
     for region in reversed(regions):
         region.graph.lint()
     return regions[0].graph, signature, plan, regions

@@ -1,0 +1,223 @@
+"""FP8 copies of weights from one call to the next: made once for each change, in one launch for all weights of a graph.
+
+Copies are looked up on every call, by what tells that a weight is the same one and has not changed: its identity,
+autograd's version, its address. An optimizer's step, an edit in place, ``load_state_dict`` and new data change one of
+these. What happens behind autograd's back (``weight.data.add_``, some optimizers) changes none, so copies that are used
+again are also checked on the device against a fingerprint of the weights (ops/weight_refresh.py), and made anew there.
+
+Copies are memory: one byte an element for each layout. A training that quantises, steps and quantises again would hold
+on to copies that nobody reads any more, so none are kept until one version of the weights has been met twice, as by
+micro-batches. From then on they are, until a version is met only once. Weights that no optimizer is expected to change
+(in a graph without gradients, or frozen) have their copies kept from the first call.
+
+Copies that changed are new tensors: a forward's own backward may still be waiting for the old ones. The exception are
+graphs that replay CUDA graphs, which read their inputs at the addresses of the first replay. There copies are made anew
+in place, and autograd is told, so that a backward that comes too late raises an error.
+
+Nothing is looked up while a CUDA graph is being captured by the user: its replays would not look, so the launch is part
+of what is captured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from te_compile.ops import calibration, registry
+from te_compile.ops.scaling import SNAPSHOT
+from te_compile.ops.weight_refresh import Refresher
+from te_compile.ops.weights import QUANTIZE_WEIGHTS, Outputs
+from te_compile.parameter_names import parameters_by_name
+from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
+
+AMAX = OUTPUTS.index("amax")
+
+Key = tuple[list[int], list[int], list[int], int]
+"""Of each weight version and address; the ids of the FP8 states; the stream. Equal keys: nothing is known to have
+changed. The stream, because work on another one is not ordered after the launch that made the copies."""
+
+_version_of = attrgetter("_version")
+_caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], _Record] = weakref.WeakValueDictionary()
+
+
+class _Kept:
+    """Copies that may be used again. A refresher may know the states by their addresses alone: here they stay alive."""
+
+    def __init__(self, outputs: Outputs, inputs: list[Tensor], refresher: Refresher, states: Sequence[Tensor]) -> None:
+        self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
+
+
+class _Record:
+    """What is known about one set of weights. ``known`` is replaced as a whole: another thread may be reading it."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.ids = list(map(id, weights))
+        itself = weakref.ref(self)
+        self.references = [weakref.ref(weight, lambda _: _forget(itself())) for weight in weights]
+        self.known: tuple[Key | None, _Kept | None] = None, None
+        self.met_again = False  # was the version before this one used more than once?
+
+    def kept_for(self, key: Key) -> _Kept | None:
+        """The copies, if they are those of this key."""
+        known, kept = self.known
+        return kept if known == key else None
+
+
+class CopiesOfGroup:
+    """The copies of one group of a compiled graph, for each set of weights that the graph is called with.
+
+    Graphs that want the same of the same weights, as those of prefill and decode do, share their records.
+    """
+
+    def __init__(self, group: WeightGroup, positions: list[int], in_place: bool) -> None:
+        """positions: of the group's weights among the arguments of a call. in_place: see the module."""
+        self.group, self.positions, self.in_place = group, positions, in_place
+        self.measures = AMAX in group.inputs
+        self.is_cuda = group.device.type == "cuda"
+        self.wants = (group.layout, *group.inputs, *sorted(group.implementations.items()), in_place)
+        self.records: dict[int, _Record] = {}  # by the id of the first weight
+        _caches.add(self)
+
+    def inputs(self, args: Sequence[Any], states: list[Tensor]) -> list[Tensor]:
+        """What the graph takes in this call. states: the forward states of all weights of the graph, or none."""
+        weights = [args[position] for position in self.positions]
+        is_captured = self.is_cuda and torch.cuda.is_current_stream_capturing()
+        record = None if is_captured else self._record(weights, states)
+        if record is None:
+            return self._chosen(self._quantized(weights, self._rows(states)))
+        key = self._key(weights, states)
+        kept = record.kept_for(key)
+        if kept is None:
+            return self._renewed(record, key, weights, states)
+        record.met_again = True
+        kept.refresher(weights, self.measures or calibration.pending())
+        return kept.inputs
+
+    # --- looking up ---
+
+    def _key(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> Key:
+        stream = torch._C._cuda_getCurrentRawStream(self.group.device.index) if self.is_cuda else 0
+        addresses = list(map(Tensor.data_ptr, weights))
+        return list(map(_version_of, weights)), addresses, list(map(id, states)), stream
+
+    def _record(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> _Record | None:
+        """The record of these weights, a new one if need be; None if they are such whose changes cannot be seen."""
+        first, ids = id(weights[0]), list(map(id, weights))
+        record = self.records.get(first)
+        if record is not None and record.ids == ids:
+            return record
+        if not all(map(_shows_its_changes, weights)):
+            self.records.pop(first, None)
+            return None
+        of_these = (*self.wants, bool(states), *ids)
+        record = _shared.get(of_these)
+        if record is None:
+            record = _shared[of_these] = _Record(weights)
+        self.records[first] = record
+        return record
+
+    # --- making copies ---
+
+    def _renewed(self, record: _Record, key: Key, weights: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        """Quantise, and keep the copies if that promises to pay."""
+        again = record.known[0] == key
+        keeps = self.group.lasting or self.in_place or again or record.met_again
+        record.met_again = again
+        rows = self._rows(states)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode serves nothing else
+            if self.in_place and record.known[1] is not None:
+                return self._remade(record, key, weights, states)
+            record.known = None, None  # the memory of the old ones is free before there are new ones
+            if not again:
+                self._free_old_copies_elsewhere(weights[0])
+            outputs = self._quantized(weights, rows)
+            inputs = self._chosen(outputs)
+            kept = _Kept(outputs, inputs, self._refresher(outputs, weights, rows), states) if keeps else None
+            record.known = key, kept
+        return inputs
+
+    def _remade(self, record: _Record, key: Key, weights: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        """Quantise into the copies that there are."""
+        known, kept = record.known
+        assert kept is not None
+        if known is None or known[1:] != key[1:]:  # other addresses
+            kept.refresher, kept.states = self._refresher(kept.outputs, weights, self._rows(states)), states
+        kept.refresher(weights, self.measures or calibration.pending(), force=True)
+        for output in kept.outputs:
+            torch.autograd.graph.increment_version(output)
+        record.known = key, kept
+        return kept.inputs
+
+    def _refresher(self, outputs: Outputs, weights: Sequence[Tensor], rows: Sequence[Tensor] | None) -> Refresher:
+        make = registry.function_of("refresh_weights", self.group.implementations["refresh_weights"])
+        refresher: Refresher = make(self.group.layout, outputs, rows, weights)
+        return refresher
+
+    def _rows(self, states: Sequence[Tensor]) -> list[Tensor] | None:
+        """The row of each matrix's weight, whose scale it is cast by: [1, 2 + L]. None: by one from its own amax."""
+        return [states[owner][1:2] for owner in self.group.owners] if states else None
+
+    def _quantized(self, weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
+        layout, chosen = self.group.layout, self.group.implementations
+        with torch.no_grad():
+            scales = None if rows is None else SNAPSHOT(rows, chosen["snapshot"])
+            flags = list(layout.rowwise), list(layout.columnwise)
+            outputs: Outputs = QUANTIZE_WEIGHTS(
+                layout.padded(weights), scales, layout.dtype, *flags, layout.rule.text(), chosen["quantize_weights"]
+            )
+        return outputs
+
+    def _chosen(self, outputs: Outputs) -> list[Tensor]:
+        return [outputs[i] for i in self.group.inputs]
+
+    def _free_old_copies_elsewhere(self, weight: Tensor) -> None:
+        """Other graphs (that of the evaluation, say) may keep copies of what these weights were before."""
+        for cache in list(_caches):
+            record = cache.records.get(id(weight))
+            if record is not None and not cache.in_place:
+                known, kept = record.known
+                if kept is not None and known is not None and known[0][0] != weight._version:
+                    record.known = None, None
+
+
+def _shows_its_changes(weight: Any) -> bool:
+    """Has ``weight`` a version and an address to be known by?"""
+    return type(weight) is Parameter and not weight.is_inference() and weight.data_ptr() != 0
+
+
+def _forget(record: _Record | None) -> None:
+    """A weight is dead: drop its record before the id can be anyone else's."""
+    if record is None:
+        return
+    for cache in list(_caches):
+        if cache.records.get(record.ids[0]) is record:
+            del cache.records[record.ids[0]]
+    for of_these, each in list(_shared.items()):
+        if each is record:
+            del _shared[of_these]
+
+
+def refresh_weights(model: nn.Module) -> None:
+    """Quantise the weights of ``model`` anew when they are used next, whatever is known of their changes.
+
+    For a change that neither autograd nor a look at samples of the weights shows: a few elements written through
+    ``weight.data``, or by code that knows addresses alone. Steps of optimizers, edits under ``torch.no_grad()`` and
+    ``load_state_dict`` need no such call.
+    """
+    forget_copies(parameters_by_name(model).values())
+
+
+def forget_copies(weights: Iterable[Tensor]) -> None:
+    """:func:`refresh_weights` for these parameters."""
+    ids = set(map(id, weights))
+    for cache in list(_caches):
+        for record in list(cache.records.values()):
+            if not ids.isdisjoint(record.ids):
+                record.known = None, record.known[1] if cache.in_place else None
