@@ -34,12 +34,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Rows
-from te_compile.kernels import buffers, native, native_norm, norm, norm_backward, quantize, scale_update, weights
+from te_compile.kernels import (
+    buffers,
+    native,
+    native_norm,
+    norm,
+    norm_backward,
+    quantize,
+    scale_update,
+    weight_refresh,
+    weights,
+)
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.quantize import quantize_reference
 from te_compile.ops.scaling import update_scales_reference
+from te_compile.ops.weight_refresh import LINE_BYTES, Layout, line_places
 from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
 from te_compile.recipe import DelayedScaling, ScaleRule
 
@@ -232,6 +243,37 @@ def weight_rows() -> Iterator[Row]:
         yield Row(name, f"{len(ws)} weights", size, call, check, "quantize", given is not None, name == "weights")
 
 
+def kept_rows() -> Iterator[Row]:
+    """The check of copies that are kept, of weights that have not changed; bound by the launches, not by bytes."""
+    ws = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / 50 for shape in LAYER]
+    rows = [torch.cat([_scale_of(w).view(1, 1), torch.zeros(1, 1025, device=DEVICE)], dim=1) for w in ws]
+    everywhere = (True,) * len(ws)
+    numbers, offsets = tuple(range(len(ws))), (0,) * len(ws)
+    layout = Layout(numbers, offsets, LAYER, LAYER, everywhere, everywhere, E4M3, RULE)
+    flags = list(everywhere), list(everywhere)
+    scales = torch.cat([row[:, 0] for row in rows])
+    outputs = quantize_weights_reference(ws, scales, E4M3, *flags, RULE)
+    refresher = weight_refresh.TritonRefresher(layout, outputs, rows, ws)
+    lines = sum(map(len, line_places(tuple(w.numel() for w in ws), 2)))
+
+    def check(_: Any) -> bool:
+        before = [output.clone() for output in outputs]
+        ws[3].neg_()
+        refresher(ws, True)
+        wanted = quantize_weights_reference(ws, scales, E4M3, *flags, RULE)
+        changed = all(_same(got, each) for got, each in zip(outputs, wanted, strict=True))
+        ws[3].neg_()
+        refresher(ws, True)
+        return changed and all(_same(got, each) for got, each in zip(outputs, before, strict=True))
+
+    for name, measure in (("kept weights, training", True), ("kept weights, inference", False)):
+
+        def call(_: Tile | None, turn: int, measure=measure) -> Any:
+            return refresher(ws, measure)
+
+        yield Row(name, f"{len(ws)} weights", lines * LINE_BYTES, call, check, "", single_pass=False, swept=False)
+
+
 def update_rows() -> Iterator[Row]:
     """Fourteen rows of 1024 amaxes, as one layer has; bound by the launch, not by bytes."""
     recipe = DelayedScaling()
@@ -414,7 +456,7 @@ def families(peers: bool) -> list[Family]:
     from benchmarks import kernel_peers, products
 
     of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows]
-    ours: list[Family] = [*of_matrices, weight_rows, update_rows, products.rows]
+    ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 
 

@@ -38,9 +38,10 @@ from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
 AMAX = OUTPUTS.index("amax")
 
-Key = tuple[list[int], list[int], list[int], int]
-"""Of each weight version and address; the ids of the FP8 states; the stream. Equal keys: nothing is known to have
-changed. The stream, because work on another one is not ordered after the launch that made the copies."""
+Key = tuple[list[int], list[int], int, int]
+"""Of each weight version and address; the id of the first FP8 state; the stream. Equal keys: nothing is known to have
+changed. One state stands for all: they are others under another recipe, or where weights have moved. The stream,
+because work on another one is not ordered after the launch that made the copies."""
 
 _version_of = attrgetter("_version")
 _caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
@@ -104,8 +105,8 @@ class CopiesOfGroup:
 
     def _key(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> Key:
         stream = torch._C._cuda_getCurrentRawStream(self.group.device.index) if self.is_cuda else 0
-        addresses = list(map(Tensor.data_ptr, weights))
-        return list(map(_version_of, weights)), addresses, list(map(id, states)), stream
+        state = id(states[0]) if states else 0
+        return list(map(_version_of, weights)), list(map(Tensor.data_ptr, weights)), state, stream
 
     def _record(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> _Record | None:
         """The record of these weights, a new one if need be; None if they are such whose changes cannot be seen."""
