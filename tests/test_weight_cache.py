@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from te_compile import backend, refresh_weights, weight_cache
+from te_compile import backend, explain, refresh_weights, weight_cache
 from te_compile.ops import registry
 from te_compile.ops.weight_refresh import line_places
 from te_compile.passes import manager
@@ -497,3 +498,72 @@ def test_a_tied_weight_is_quantised_once() -> None:
         for _ in range(2):
             assert torch.equal(fast(ids), plain(ids))
             model.embedding.weight.mul_(-3)
+
+
+# --- surroundings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_parameters_under_fsdp_are_quantised_on_the_graph() -> None:
+    """What FSDP gathers for each use and frees behind it must not live on in FP8."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.ModuleList([Chain(), Chain()])
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+        with manager.recording() as records:
+            for block in model:
+                block.compile(backend="te_fp8", options={"compiler": "aot_eager"})
+                backward(block(data()))
+    finally:
+        torch.distributed.destroy_process_group()
+    sharded, plain = records
+    assert len(te_nodes(sharded, "quantize_weights")) == 1 and not sharded.plan.groups
+    assert not te_nodes(plain, "quantize_weights") and len(plain.plan.groups) == 1
+
+
+def test_a_compiled_step_of_an_optimizer_is_a_change(launches: Launches) -> None:
+    model, x = Chain(), data()
+    fast, plain = compiled(model), compiled(model, cache_weights=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(fast(x), plain(x))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        step()
+
+
+def test_parameters_that_are_swapped_for_a_call_have_copies_of_their_own(launches: Launches) -> None:
+    model, x = Chain(), data()
+    others = {name: nn.Parameter(torch.randn_like(p)) for name, p in model.named_parameters()}
+    fast, plain = compiled(model), compiled(model, cache_weights=False)
+    with torch.no_grad():
+        own = fast(x)
+        for given in (others, {name: p.detach() for name, p in others.items()}):
+            swapped = torch.func.functional_call(fast, given, (x,))
+            assert not torch.equal(swapped, own)
+            assert torch.equal(swapped, torch.func.functional_call(plain, given, (x,)))
+            assert torch.equal(fast(x), own)
+
+
+def test_a_checkpointed_training_reads_the_copies_that_the_root_was_given() -> None:
+    class Recomputed(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, batches = Recomputed(), [2.0**i * data() for i in range(4)]
+    other = copy.deepcopy(model)
+    got, _ = trained(model, batches)
+    expected, _ = trained(other, batches, cache_weights=False)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_report_says_what_quantises_the_weights() -> None:
+    report = explain(Chain(), data())
+    assert report.implementations["te::quantize_weights"] == {"reference": 1}
+    report = explain(Chain(), data(), options={"cache_weights": False})
+    assert report.implementations["te::quantize_weights"] == {"reference": 1}

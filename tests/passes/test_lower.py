@@ -154,6 +154,98 @@ def test_a_body_gets_its_operands_from_the_root_and_gives_its_amax_back() -> Non
     assert len(from_body) == 2
 
 
+def test_copies_of_weights_are_inputs_behind_the_states_and_are_sliced_like_a_quantizes_result() -> None:
+    graph, signature, plan, _ = lowered(mlp(), torch.randn(5, 32), cache_weights=True)
+    names = placeholders(graph)
+    assert names[5:9] == [f"te_weights_0_{part}" for part in ("codes", "transposed", "amax", "scale_inv")]
+    assert signature.added == 9 and not calls(graph, QUANTIZE_WEIGHTS)
+    (group,) = signature.groups
+    assert plan.groups == [group] and group.weights == signature.weights and group.owners == [0, 1]
+    assert group.layout.shapes == ((48, 32), (16, 48)) and group.layout.rowwise == (True, True)
+    first, second = calls(graph, LINEAR)
+    for linear, start in ((first, 0), (second, 48 * 32)):
+        assert linear.args[3].args[0].args == (
+            graph.find_nodes(op="placeholder")[5],
+            0,
+            start,
+            start + linear_size(linear),
+        )
+    (update,) = calls(graph, UPDATE_SCALES)
+    assert {node.args[0].name for node in update.args[1] if node.target is torch.select} == {"te_weights_0_amax"}
+    new = graph.find_nodes(op="placeholder")[:9]
+    assert all(node.meta["tensor_dict"]["_dynamo_static_input_type"] == "unguarded" for node in new)
+
+
+def linear_size(linear: Node) -> int:
+    """Elements of the copy that a lowered linear reads."""
+    rows, columns = linear.args[3].args[1]
+    return int(rows * columns)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_copies_that_nobody_reads_are_no_inputs(training: bool) -> None:
+    with torch.set_grad_enabled(training):
+        graph, signature, *_ = lowered(
+            mlp(), torch.randn(5, 32), recipe=Float8CurrentScaling(), training=training, cache_weights=True
+        )
+    names = [name.removeprefix("te_weights_0_") for name in placeholders(graph) if name.startswith("te_")]
+    assert names == (["codes", "transposed", "scale_inv"] if training else ["codes", "scale_inv"])
+    assert signature.states == 0 and signature.added == len(names) and signature.groups[0].lasting is not training
+
+
+def test_weights_are_grouped_by_dtype_and_by_whether_they_train() -> None:
+    a, b, c = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32, dtype=torch.bfloat16)
+    _, signature, *_ = lowered(lambda x: c(b(a(x)).bfloat16()), torch.randn(5, 32), cache_weights=True)
+    groups = [(group.dtype, group.lasting, len(group.weights)) for group in signature.groups]
+    assert sorted(groups, key=str) == sorted(
+        [(torch.float32, False, 1), (torch.float32, True, 1), (torch.bfloat16, False, 1)], key=str
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("an expression", lambda w: 1 + w),
+        ("a cast", lambda w: w.bfloat16().float()),
+        ("columns of a weight", lambda w: w[:, :32]),
+        ("a copy", lambda w: w[:, :32].contiguous()),
+        ("every other row", lambda w: w[::2]),
+    ],
+)
+def test_what_is_no_contiguous_part_of_a_parameter_is_quantised_on_the_graph(
+    name: str, weight: Callable[[Tensor], Tensor]
+) -> None:
+    parameter = nn.Parameter(torch.randn(64, 64))
+    columns = weight(parameter).shape[1]
+    graph, signature, *_ = lowered(
+        lambda x: F.linear(x, weight(parameter)), torch.randn(5, columns), cache_weights=True
+    )  # fmt: skip
+    assert len(calls(graph, QUANTIZE_WEIGHTS)) == 1 and not signature.groups, name
+
+
+def test_parts_of_a_parameter_are_found_where_they_lie() -> None:
+    parameter = nn.Parameter(torch.randn(96, 32))
+
+    def run(x: Tensor) -> Tensor:
+        q, _, v = parameter.chunk(3)
+        return F.linear(x, q) + x @ v.T + x @ parameter[16:48]
+
+    graph, signature, *_ = lowered(run, torch.randn(5, 32), cache_weights=True)
+    assert not calls(graph, QUANTIZE_WEIGHTS)
+    (group,) = signature.groups
+    assert len(group.weights) == 1 and group.layout.sources == (0, 0, 0)
+    assert group.layout.offsets == (0, 64 * 32, 16 * 32)
+
+
+def test_a_body_reads_copies_that_the_root_was_given() -> None:
+    model = mlp()
+    graph, _, _, (_, body) = lowered(
+        lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(5, 32), cache_weights=True
+    )  # fmt: skip
+    assert not calls(graph, QUANTIZE_WEIGHTS) and len(calls(body.graph, LINEAR)) == 2
+    assert "te_weights_0_codes" in placeholders(graph)
+
+
 def test_a_linear_that_reads_another_linears_result_reads_the_new_one() -> None:
     a, b = nn.Linear(32, 48), nn.Linear(48, 16)
     graph, *_ = lowered(lambda x: b(a(x)), torch.randn(5, 32))
