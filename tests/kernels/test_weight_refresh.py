@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels.weight_refresh import TritonRefresher
+from te_compile.ops import registry
 from te_compile.ops.quantize import padded
 from te_compile.ops.weight_refresh import Layout, ReferenceRefresher, Refresher, fingerprint_reference
 from te_compile.ops.weights import Outputs, quantize_weights_reference
+from te_compile.passes import lower
 from te_compile.recipe import ScaleRule
+from tests.backend.models import Chain
+from tests.compiling import compiled
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(48, 160), (130, 272), (16, 16), (37, 50)]
@@ -151,3 +155,24 @@ def test_slices_of_one_weight_are_read_where_they_lie(device: str) -> None:
     packed[40:].neg_()
     refresher([packed], True)
     assert all(map(same, outputs, quantized(layout, [packed], None)))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_model_reads_copies_that_the_kernels_made_and_check(
+    recipe: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole road, also in Triton's interpreter."""
+    operators = ("quantize_weights", "refresh_weights", "snapshot")
+    chosen = dict.fromkeys(operators, "triton"), []
+    assert all(registry.function_of(operator, "triton") for operator in operators)
+    monkeypatch.setattr(lower, "implementations_for", lambda *_: chosen)
+    model, x = Chain().to(device), torch.randn(5, 32, device=device)
+    fast = compiled(model, recipe=recipe, cost_model=False)
+    plain = compiled(model, recipe=recipe, cost_model=False, cache_weights=False)
+    plain(x).sum().backward()
+    with torch.no_grad():
+        for change in (lambda w: None, lambda w: w.data.neg_(), lambda w: w.mul_(2), lambda w: w.data.mul_(0.3)):
+            change(model.b.weight)
+            assert torch.equal(fast(x), plain(x))
+            assert torch.equal(fast(x), plain(x))
