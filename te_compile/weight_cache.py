@@ -20,6 +20,7 @@ of what is captured.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -53,6 +54,12 @@ class _Kept:
 
     def __init__(self, outputs: Outputs, inputs: list[Tensor], refresher: Refresher, states: Sequence[Tensor]) -> None:
         self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
+        self._one_at_a_time = threading.Lock()
+
+    def refresh(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
+        """Make the copies anew if the weights have changed. Two threads whose launches mix would each see only half."""
+        with self._one_at_a_time:
+            self.refresher(weights, measure, force)
 
 
 class _Record:
@@ -82,7 +89,8 @@ class CopiesOfGroup:
         self.group, self.positions, self.in_place = group, positions, in_place
         self.measures = AMAX in group.inputs
         self.is_cuda = group.device.type == "cuda"
-        self.wants = (group.layout, *group.inputs, *sorted(group.implementations.items()), in_place)
+        chosen = tuple(sorted(group.implementations.items()))
+        self.wants = (group.layout, group.dtype, group.device, tuple(group.inputs), chosen, in_place)
         self.records: dict[int, _Record] = {}  # by the id of the first weight
         _caches.add(self)
 
@@ -98,7 +106,7 @@ class CopiesOfGroup:
         if kept is None:
             return self._renewed(record, key, weights, states)
         record.met_again = True
-        kept.refresher(weights, self.measures or calibration.pending())
+        kept.refresh(weights, self.measures or calibration.pending())
         return kept.inputs
 
     # --- looking up ---
@@ -150,7 +158,7 @@ class CopiesOfGroup:
         assert kept is not None
         if known is None or known[1:] != key[1:]:  # other addresses
             kept.refresher, kept.states = self._refresher(kept.outputs, weights, self._rows(states)), states
-        kept.refresher(weights, self.measures or calibration.pending(), force=True)
+        kept.refresh(weights, self.measures or calibration.pending(), force=True)
         for output in kept.outputs:
             torch.autograd.graph.increment_version(output)
         record.known = key, kept

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_compile import backend, explain, refresh_weights, weight_cache
-from te_compile.ops import registry
+from te_compile.ops import registry, weight_refresh
 from te_compile.ops.weight_refresh import line_places
 from te_compile.passes import manager
 from te_compile.state_files import load_state_dict, state_dict
@@ -148,6 +148,21 @@ def test_every_change_is_seen_by_the_next_call(change: str, recipe: str, launche
         assert torch.equal(got, plain(x)) and not torch.equal(got, before)
         launches.since()
         assert torch.equal(fast(x), got) and launches.since() == 0
+
+
+BEHIND_AUTOGRADS_BACK = ("an edit of .data", "every parameter by .data")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_two_checks_watch_and_each_sees_its_own(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the samples blind, what autograd and addresses show is still seen, and what they do not show is not."""
+    monkeypatch.setattr(weight_refresh, "fingerprint_reference", lambda matrices: torch.zeros(1))
+    model, x = Chain(), data()
+    fast, plain = compiled(model), compiled(model, cache_weights=False)
+    with torch.no_grad():
+        fast(x)
+        CHANGES[change](model)
+        assert torch.equal(fast(x), plain(x)) is (change not in BEHIND_AUTOGRADS_BACK)
 
 
 def test_a_few_elements_changed_behind_autograds_back_are_seen_after_a_word(launches: Launches) -> None:
