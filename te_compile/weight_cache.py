@@ -1,9 +1,11 @@
 """FP8 copies of weights from one call to the next: made once for each change, in one launch for all weights of a graph.
 
 Copies are looked up on every call, by what tells that a weight is the same one and has not changed: its identity,
-autograd's version, its address. An optimizer's step, an edit in place, ``load_state_dict`` and new data change one of
-these. What happens behind autograd's back (``weight.data.add_``, some optimizers) changes none, so copies that are used
-again are also checked on the device against a fingerprint of the weights (ops/weight_refresh.py), and made anew there.
+autograd's version, its address. An edit in place, ``load_state_dict``, new data and most optimizers change one of
+these. Fused optimizers, ``torch.optim.AdamW(fused=True)`` among them, leave the version as it is, so steps are counted
+as well. What else happens behind autograd's back, as ``weight.data.add_``, shows in none of these. So copies that are
+used again are also checked on the device against a fingerprint of the weights (ops/weight_refresh.py), and made anew
+there.
 
 Copies are memory: one byte an element for each layout. A training that quantises, steps and quantises again would hold
 on to copies that nobody reads any more, so none are kept until one version of the weights has been met twice, as by
@@ -23,12 +25,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_compile.ops import calibration, registry
 from te_compile.ops.scaling import SNAPSHOT
@@ -40,9 +44,10 @@ from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 AMAX = OUTPUTS.index("amax")
 
 Key = tuple[list[int], list[int], int, int]
-"""Of each weight version and address; the id of the first FP8 state; the stream. Equal keys: nothing is known to have
-changed. One state stands for all: they are others under another recipe, or where weights have moved. The stream,
-because work on another one is not ordered after the launch that made the copies."""
+"""Of each weight the version, and how many steps were taken; of each weight the address; the id of the first FP8 state;
+the stream. Equal keys: nothing is known to have changed. One state stands for all: they are others under another
+recipe, or where weights have moved. The stream, because work on another one is not ordered after the launch that made
+the copies."""
 
 _version_of = attrgetter("_version")
 _caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
@@ -71,6 +76,7 @@ class _Record:
         self.references = [weakref.ref(weight, lambda _: _forget(itself())) for weight in weights]
         self.known: tuple[Key | None, _Kept | None] = None, None
         self.met_again = False  # was the version before this one used more than once?
+        self.steps = 0  # of optimizers that have one of the weights
 
     def kept_for(self, key: Key) -> _Kept | None:
         """The copies, if they are those of this key."""
@@ -93,6 +99,7 @@ class CopiesOfGroup:
         self.wants = (group.layout, group.dtype, group.device, tuple(group.inputs), chosen, in_place)
         self.records: dict[int, _Record] = {}  # by the id of the first weight
         _caches.add(self)
+        _watch_optimizers()
 
     def inputs(self, args: Sequence[Any], states: list[Tensor]) -> list[Tensor]:
         """What the graph takes in this call. states: the forward states of all weights of the graph, or none."""
@@ -101,7 +108,7 @@ class CopiesOfGroup:
         record = None if is_captured else self._record(weights, states)
         if record is None:
             return self._chosen(self._quantized(weights, self._rows(states)))
-        key = self._key(weights, states)
+        key = self._key(record, weights, states)
         kept = record.kept_for(key)
         if kept is None:
             return self._renewed(record, key, weights, states)
@@ -111,10 +118,11 @@ class CopiesOfGroup:
 
     # --- looking up ---
 
-    def _key(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> Key:
+    def _key(self, record: _Record, weights: Sequence[Tensor], states: Sequence[Tensor]) -> Key:
         stream = torch._C._cuda_getCurrentRawStream(self.group.device.index) if self.is_cuda else 0
         state = id(states[0]) if states else 0
-        return list(map(_version_of, weights)), list(map(Tensor.data_ptr, weights)), state, stream
+        changes = [*map(_version_of, weights), record.steps]
+        return changes, list(map(Tensor.data_ptr, weights)), state, stream
 
     def _record(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> _Record | None:
         """The record of these weights, a new one if need be; None if they are such whose changes cannot be seen."""
@@ -188,12 +196,14 @@ class CopiesOfGroup:
 
     def _free_old_copies_elsewhere(self, weight: Tensor) -> None:
         """Other graphs (that of the evaluation, say) may keep copies of what these weights were before."""
-        for cache in list(_caches):
-            record = cache.records.get(id(weight))
-            if record is not None and not cache.in_place:
+        for copies in list(_caches):
+            record = copies.records.get(id(weight))
+            if record is not None and not copies.in_place:
                 known, kept = record.known
-                if kept is not None and known is not None and known[0][0] != weight._version:
-                    record.known = None, None
+                if kept is not None and known is not None:
+                    first, *_, steps = known[0]
+                    if (first, steps) != (weight._version, record.steps):
+                        record.known = None, None
 
 
 def _shows_its_changes(weight: Any) -> bool:
@@ -201,13 +211,31 @@ def _shows_its_changes(weight: Any) -> bool:
     return type(weight) is Parameter and not weight.is_inference() and weight.data_ptr() != 0
 
 
+@cache
+def _watch_optimizers() -> None:
+    """Count the steps of all optimizers from now on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():  # what counts here would be compiled in; versions or samples show such a step
+        return
+    records = list(_shared.values())
+    if records:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        stepped = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        for record in records:
+            if not stepped.isdisjoint(record.ids):
+                record.steps += 1
+
+
 def _forget(record: _Record | None) -> None:
     """A weight is dead: drop its record before the id can be anyone else's."""
     if record is None:
         return
-    for cache in list(_caches):
-        if cache.records.get(record.ids[0]) is record:
-            del cache.records[record.ids[0]]
+    for copies in list(_caches):
+        if copies.records.get(record.ids[0]) is record:
+            del copies.records[record.ids[0]]
     for of_these, each in list(_shared.items()):
         if each is record:
             del _shared[of_these]
@@ -226,7 +254,7 @@ def refresh_weights(model: nn.Module) -> None:
 def forget_copies(weights: Iterable[Tensor]) -> None:
     """:func:`refresh_weights` for these parameters."""
     ids = set(map(id, weights))
-    for cache in list(_caches):
-        for record in list(cache.records.values()):
+    for copies in list(_caches):
+        for record in list(copies.records.values()):
             if not ids.isdisjoint(record.ids):
-                record.known = None, record.known[1] if cache.in_place else None
+                record.known = None, record.known[1] if copies.in_place else None

@@ -200,14 +200,18 @@ def test_loaded_fp8_state_is_used_from_the_next_call_on(launches: Launches) -> N
 
 
 @RECIPES
-def test_micro_batches_share_one_launch_and_a_plain_training_makes_one_a_step(recipe: str, launches: Launches) -> None:
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam, foreach", "Adam, fused"])
+def test_micro_batches_share_one_launch_and_a_plain_training_makes_one_a_step(
+    optimizer: str, recipe: str, launches: Launches
+) -> None:
+    """Fused optimizers leave autograd's version as it is."""
     model, x = Chain(), data()
     fast = compiled(model, recipe=recipe)
     counts = []
     for micro_batches in (1, 1, 3, 3, 3, 1, 1):
         for _ in range(micro_batches):
             backward(fast(x))
-        step_of(model, "SGD")
+        step_of(model, optimizer)
         counts.append(launches.since())
     assert counts == [1, 1, 2, 1, 1, 1, 1]
 
@@ -215,13 +219,13 @@ def test_micro_batches_share_one_launch_and_a_plain_training_makes_one_a_step(re
 def test_a_plain_training_holds_no_copy_between_its_steps(launches: Launches) -> None:
     model = Chain()
     fast = compiled(model)
-    for _ in range(3):
+    for kind in ("SGD", "Adam, fused", "Adam, fused", "Adam"):
         y = fast(data())
         assert launches.alive() > 0, "what backward needs"
         backward(y)
         del y
         assert launches.alive() == 0
-        step_of(model, "SGD")
+        step_of(model, kind)
 
 
 def test_old_copies_go_before_new_ones_come(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,13 +361,13 @@ def test_a_backward_reads_the_copies_of_its_own_forward() -> None:
     """Also where the weights have changed since, which eager mode refuses. Twice, so that copies are being kept."""
     model, x, z = Chain(), data(), data()
     fast = compiled(model, recipe="current")
-    for _ in range(2):
+    for change in (edit_in_place, edit_in_place, CHANGES["Adam, fused"]):
         model.zero_grad()
         backward(fast(x))
         expected = gradients(model)
-        model.zero_grad()
         late = fast(x)
-        edit_in_place(model)
+        change(model)
+        model.zero_grad()
         fast(z)
         backward(late)
         assert all(torch.equal(gradients(model)[name], gradient) for name, gradient in expected.items())
@@ -539,10 +543,11 @@ def test_parameters_under_fsdp_are_quantised_on_the_graph() -> None:
     assert not te_nodes(plain, "quantize_weights") and len(plain.plan.groups) == 1
 
 
-def test_a_compiled_step_of_an_optimizer_is_a_change(launches: Launches) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiled_step_of_an_optimizer_is_a_change(fused: bool) -> None:
     model, x = Chain(), data()
     fast, plain = compiled(model), compiled(model, cache_weights=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     step = torch.compile(optimizer.step, backend="aot_eager")
     for _ in range(3):
         with torch.no_grad():
