@@ -259,17 +259,17 @@ def kept_rows() -> Iterator[Row]:
     def check(_: Any) -> bool:
         before = [output.clone() for output in outputs]
         ws[3].neg_()
-        refresher(ws, True)
+        refresher(ws, True, False)
         wanted = quantize_weights_reference(ws, scales, E4M3, *flags, RULE)
         changed = all(_same(got, each) for got, each in zip(outputs, wanted, strict=True))
         ws[3].neg_()
-        refresher(ws, True)
+        refresher(ws, True, False)
         return changed and all(_same(got, each) for got, each in zip(outputs, before, strict=True))
 
-    for name, measure in (("kept weights, training", True), ("kept weights, inference", False)):
+    for name, amaxes in (("kept weights, training", True), ("kept weights, inference", False)):
 
-        def call(_: Tile | None, turn: int, measure=measure) -> Any:
-            return refresher(ws, measure)
+        def call(_: Tile | None, turn: int, amaxes=amaxes) -> Any:
+            return refresher(ws, amaxes, False)
 
         yield Row(name, f"{len(ws)} weights", lines * LINE_BYTES, call, check, "", single_pass=False, swept=False)
 

@@ -61,10 +61,10 @@ class _Kept:
         self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
         self._one_at_a_time = threading.Lock()
 
-    def refresh(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
+    def refresh(self, weights: Sequence[Tensor], amaxes: bool, force: bool = False) -> None:
         """Make the copies anew if the weights have changed. Two threads whose launches mix would each see only half."""
         with self._one_at_a_time:
-            self.refresher(weights, measure, force)
+            self.refresher(weights, amaxes, calibration.pending(), force)
 
 
 class _Record:
@@ -93,7 +93,7 @@ class CopiesOfGroup:
     def __init__(self, group: WeightGroup, positions: list[int], in_place: bool) -> None:
         """positions: of the group's weights among the arguments of a call. in_place: see the module."""
         self.group, self.positions, self.in_place = group, positions, in_place
-        self.measures = AMAX in group.inputs
+        self.gives_amaxes = AMAX in group.inputs
         self.is_cuda = group.device.type == "cuda"
         chosen = tuple(sorted(group.implementations.items()))
         self.wants = (group.layout, group.dtype, group.device, tuple(group.inputs), chosen, in_place)
@@ -113,7 +113,7 @@ class CopiesOfGroup:
         if kept is None:
             return self._renewed(record, key, weights, states)
         record.met_again = True
-        kept.refresh(weights, self.measures or calibration.pending())
+        kept.refresh(weights, self.gives_amaxes)
         return kept.inputs
 
     # --- looking up ---
@@ -166,7 +166,7 @@ class CopiesOfGroup:
         assert kept is not None
         if known is None or known[1:] != key[1:]:  # other addresses
             kept.refresher, kept.states = self._refresher(kept.outputs, weights, self._rows(states)), states
-        kept.refresh(weights, self.measures or calibration.pending(), force=True)
+        kept.refresh(weights, self.gives_amaxes, force=True)
         for output in kept.outputs:
             torch.autograd.graph.increment_version(output)
         record.known = key, kept

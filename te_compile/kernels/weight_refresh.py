@@ -8,8 +8,11 @@ Three launches, of which the last two do nothing as long as no weight changes:
     quantise   if any verdict says so: all codes and multipliers
 
 There is no barrier between programs of one launch, so each reads all verdicts, a few kilobytes in the L2. The last two
-are launched with a few programs a multiprocessor that take tile after tile: a launch with one for every tile, 12,000 of
-that layer, would take longer to leave than the check takes in all.
+are launched with a few programs a multiprocessor that take tile after tile: most of the time all that they do is start
+and leave, and one for every tile would be 12,000 of them for that layer.
+
+Where the host knows of a change, all of this is forced: every program has one tile, and where all scales are known the
+second launch is left out, as the last one finds the amaxes on its way.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import Repeated
-from te_compile.kernels.quantize import on_device_of, rule_constants, scale_from_amax
+from te_compile.kernels.quantize import on_device_of, record_amax, rule_constants, scale_from_amax
 from te_compile.kernels.weights import (
     FIELDS,
     NOT_WANTED,
@@ -45,15 +48,16 @@ from te_compile.ops.weight_refresh import (
 )
 from te_compile.ops.weights import Outputs
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads: half of what one holds
 _GOLDEN, _FIRST, _SECOND = tl.constexpr(GOLDEN), tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 _WORDS = {2: tl.uint16, 4: tl.uint32}  # by bytes of an element
 
 
 @triton.jit
 def _check_kernel(
-    lines, count, fingerprints, verdicts, scratch, weights,
-    FORCE: tl.constexpr, WORD: tl.constexpr, LENGTH: tl.constexpr, LINES: tl.constexpr, WEIGHTS: tl.constexpr,
+    lines, count, fingerprints, verdicts, scratch, amax, weights,
+    FORCE: tl.constexpr, RECORD: tl.constexpr,
+    WORD: tl.constexpr, LENGTH: tl.constexpr, LINES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     line, element = program * LINES + tl.arange(0, LINES), tl.arange(0, LENGTH)
@@ -74,6 +78,8 @@ def _check_kernel(
     if program == 0:  # what the next launch gathers amaxes in
         weight = tl.arange(0, WEIGHTS)
         tl.store(scratch + weight, tl.zeros((WEIGHTS,), tl.float32), mask=weight < weights)
+        if RECORD:
+            tl.store(amax + weight, tl.zeros((WEIGHTS,), tl.float32), mask=weight < weights)
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def _measure_kernel(
 @triton.jit
 def _quantize_kernel(
     verdicts, count, addresses, geometry, tiles, programs, rows, q, qt, scratch, amax, scale_inv,
-    BLOCK: tl.constexpr, MEASURED: tl.constexpr,
+    BLOCK: tl.constexpr, MEASURED: tl.constexpr, RECORD: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -112,12 +118,14 @@ def _quantize_kernel(
                 if MEASURED:
                     found = scale_from_amax(tl.load(scratch + index), TARGET, EPSILON, POWER_2)
                     used = tl.where(used > 0, used, found)
-            quantize_tile(
+            largest = quantize_tile(
                 tile, addresses, geometry, index, used, q, qt, scale_inv,
                 E5M2, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS,
             )  # fmt: skip
             if MEASURED:
                 tl.store(amax + index, tl.load(scratch + index), mask=tile == 0)
+            if RECORD:
+                record_amax(amax + index, largest)
 
 
 def _line_table(matrices: Sequence[Tensor]) -> Tensor:
@@ -155,8 +163,8 @@ class TritonRefresher:
             )  # fmt: skip
             self.verdicts, self.scratch = torch.empty_like(self.fingerprints), torch.zeros_like(like)
             self.constants = self._constants(matrices, addresses)
-            self._launches: dict[tuple[bool, bool], list[Repeated]] = {}
-            self._check(matrices[0].element_size(), force=True)()
+            self._launches: dict[tuple[bool, bool, bool], list[Repeated]] = {}
+            self._check(matrices[0].element_size(), record=False, force=True)()
 
     @staticmethod
     def _starts(starts: Sequence[int | None]) -> tuple[int, ...]:
@@ -173,25 +181,28 @@ class TritonRefresher:
             "num_warps": TILE.warps,
         }
 
-    def __call__(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
+    def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """See ``Refresher``."""
-        measure = measure or self.rows is None
-        launches = self._launches.get((measure, force))
+        measured = self.rows is None or missing or (amaxes and not force)
+        record = amaxes and not measured
+        launches = self._launches.get((measured, record, force))
         if launches is None:
-            launches = self._launches[measure, force] = self._prepared(weights[0].element_size(), measure, force)
+            element = weights[0].element_size()
+            launches = self._launches[measured, record, force] = self._prepared(element, measured, record, force)
         with on_device_of(self.like):
             for each in launches:
                 each()
 
-    def _check(self, element: int, force: bool) -> Repeated:
+    def _check(self, element: int, record: bool, force: bool) -> Repeated:
         return Repeated(
             _check_kernel, self.fingerprints.numel(),
-            self.lines, self.lines.numel(), self.fingerprints, self.verdicts, self.scratch, self.scratch.numel(),
-            FORCE=force, WORD=_WORDS[element], LENGTH=LINE_BYTES // element, LINES=LINES,
+            self.lines, self.lines.numel(), self.fingerprints, self.verdicts, self.scratch, self.outputs[2],
+            self.scratch.numel(),
+            FORCE=force, RECORD=record, WORD=_WORDS[element], LENGTH=LINE_BYTES // element, LINES=LINES,
             WEIGHTS=triton.next_power_of_2(self.scratch.numel()), num_warps=8,
         )  # fmt: skip
 
-    def _prepared(self, element: int, measure: bool, force: bool) -> list[Repeated]:
+    def _prepared(self, element: int, measured: bool, record: bool, force: bool) -> list[Repeated]:
         layout, count, programs = self.layout, self.verdicts.numel(), self.tiles.numel()
         few = programs
         if not force and self.like.is_cuda:
@@ -204,7 +215,7 @@ class TritonRefresher:
         quantizing = Repeated(
             _quantize_kernel, few,
             *tables, self.rows, q.view(torch.uint8), qt.view(torch.uint8), self.scratch, amax, scale_inv,
-            MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
+            MEASURED=measured, RECORD=record, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=layout.dtype == torch.float8_e5m2, **self.constants,
         )  # fmt: skip
-        return [self._check(element, force), *([measuring] if measure else []), quantizing]
+        return [self._check(element, record, force), *([measuring] if measured else []), quantizing]

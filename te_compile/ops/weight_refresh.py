@@ -31,7 +31,7 @@ from te_compile.recipe import ScaleRule
 
 LINE_BYTES = 128  # what DRAM delivers at once, more or less
 STRIDE_BYTES = 8192  # one line of so many bytes is looked at
-MOST_LINES = 1 << 16  # 8 MiB: 3 µs of an H200's memory
+MOST_LINES = 1 << 16  # 8 MiB: 2 µs at the bandwidth of a copy on an H200
 LINES = 64  # in one fingerprint
 GOLDEN = 0x9E3779B1  # the odd number next to 2³² / golden ratio: its multiples are spread evenly
 FIRST_FACTOR, SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35  # of the usual 32-bit finaliser (murmur3)
@@ -133,11 +133,10 @@ def _mixed(bits: Tensor, number: Tensor) -> Tensor:
 class Refresher(Protocol):
     """Knows the weights that copies were made of. Made right after the copies, on the stream that made them."""
 
-    def __call__(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
+    def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """Make the copies anew, in place, if the weights have changed (``force``: in any case).
 
-        weights: those that the refresher was made with. measure: is anybody going to read the amaxes, or may a scale
-        be missing?
+        weights: those that the refresher was made with. amaxes: will anybody read them? missing: may a scale be 0?
         """
 
 
@@ -154,7 +153,7 @@ class ReferenceRefresher:
         self.fingerprint = fingerprint_reference(layout.matrices(weights))
 
     @torch.no_grad()
-    def __call__(self, weights: Sequence[Tensor], measure: bool, force: bool = False) -> None:
+    def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """See :class:`Refresher`."""
         fingerprint = fingerprint_reference(self.layout.matrices(weights))
         if not force and torch.equal(fingerprint, self.fingerprint):

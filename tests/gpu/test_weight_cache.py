@@ -324,13 +324,13 @@ def test_copies_of_large_weights_follow_them(dtype: torch.dtype, scaled: bool) -
     numbers_of = refresher.fingerprints.to(torch.int64) & 0xFFFFFFFF
     assert torch.equal(numbers_of, fingerprint_reference(layout.matrices(weights)))
     before = tuple(output.clone() for output in outputs)
-    refresher(weights, True)
+    refresher(weights, True, False)
     assert same(outputs, before)
     for _ in range(3):
         random.choice(weights).mul_(-0.5)
-        refresher(weights, True)
+        refresher(weights, True, False)
         assert same(outputs, quantized())
     for output in outputs:
         output.view(torch.uint8).fill_(0)
-    refresher(weights, True, force=True)
+    refresher(weights, True, False, force=True)
     assert same(outputs, quantized())

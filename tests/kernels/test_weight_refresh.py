@@ -55,8 +55,8 @@ class Kept:
         self.before = [each.clone() for each in self.outputs]
         self.refresher = kind(self.layout, self.outputs, self.rows, self.weights)
 
-    def refresh(self, measure: bool = True, force: bool = False) -> None:
-        self.refresher(self.weights, measure, force)
+    def refresh(self, amaxes: bool = True, missing: bool = False, force: bool = False) -> None:
+        self.refresher(self.weights, amaxes, missing, force)
 
     def is_untouched(self) -> bool:
         return all(map(same, self.outputs, self.before))
@@ -96,15 +96,18 @@ def test_copies_follow_their_weights_and_only_them(
 
 @KINDS
 def test_a_forced_refresh_takes_what_is_there(kind: Callable[..., Refresher], device: str) -> None:
-    kept = Kept(kind, torch.bfloat16, device, scaled=True)
-    for output in kept.outputs:
-        output.view(torch.uint8).fill_(0)
-    kept.refresh(force=True)
-    assert kept.is_right()
-    for weight in kept.weights:
-        weight.mul_(0.3)
-    kept.refresh(force=True)
-    assert kept.is_right()
+    for scaled, missing in ((True, False), (True, True), (False, False)):
+        kept = Kept(kind, torch.bfloat16, device, scaled)
+        for output in kept.outputs:
+            output.view(torch.uint8).fill_(0)
+        kept.refresh(missing=missing, force=True)
+        assert kept.is_right()
+        for weight in kept.weights:
+            weight.mul_(0.3)
+        kept.refresh(missing=missing, force=True)
+        assert kept.is_right()
+        kept.refresh(missing=missing)
+        assert kept.is_right()
 
 
 @KINDS
@@ -123,15 +126,20 @@ def test_a_scale_of_zero_is_measured(kind: Callable[..., Refresher], device: str
     assert kept.rows is not None
     kept.rows[2][0, 0] = 0
     kept.weights[0].neg_()
-    kept.refresh()
+    kept.refresh(amaxes=False, missing=True)
+    assert kept.is_right()
+    kept.weights[0].mul_(2)
+    kept.refresh(missing=True, force=True)
     assert kept.is_right()
 
 
 @KINDS
-def test_without_measuring_the_codes_are_right_all_the_same(kind: Callable[..., Refresher], device: str) -> None:
+def test_where_nobody_reads_the_amaxes_the_codes_are_right_all_the_same(
+    kind: Callable[..., Refresher], device: str
+) -> None:
     kept = Kept(kind, torch.bfloat16, device, scaled=True)
     kept.weights[3].neg_()
-    kept.refresh(measure=False)
+    kept.refresh(amaxes=False)
     wanted = quantized(kept.layout, kept.weights, kept.scales)
     assert all(same(kept.outputs[i], wanted[i]) for i in (0, 1, 3))
 
@@ -153,7 +161,7 @@ def test_slices_of_one_weight_are_read_where_they_lie(device: str) -> None:
     outputs = quantized(layout, [packed], None)
     refresher = TritonRefresher(layout, outputs, None, [packed])
     packed[40:].neg_()
-    refresher([packed], True)
+    refresher([packed], True, False)
     assert all(map(same, outputs, quantized(layout, [packed], None)))
 
 
