@@ -361,12 +361,12 @@ struct Walk {
   __device__ uint8_t* stage(uint8_t* stages, int turn) const { return stages + turn % kStages * kRows * pitch; }
 };
 
-/// The loading warp: asks for all rows of each turn, one lane for each, as soon as their stage is free.
+/// The loading warp: asks for all rows of each turn before `end`, one lane for each, as soon as their stage is free.
 template <typename T>
-__device__ void load_rows(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages) {
+__device__ void load_rows(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages, int turn, int end) {
   const int lane = threadIdx.x % 32;
   const uint32_t bytes = walk.width * sizeof(T);
-  for (int turn = 0; turn < walk.turns(); ++turn) {
+  for (; turn < end; ++turn) {
     uint64_t* filled = &shared.filled[turn % kStages];
     if (turn >= kStages) await(&shared.emptied[turn % kStages], (turn / kStages - 1) % 2);
     const int64_t row = walk.first_row(turn);
@@ -400,11 +400,16 @@ __device__ void reduce_rows(const Task& task, const Walk& walk, Shared& shared, 
   }
 }
 
-__device__ void start_barriers(Shared& shared, uint32_t bytes_told) {
+/// The barriers of this block's stages, which no other block asks about.
+__device__ void start_stages(Shared& shared) {
   for (int i = 0; i < kStages; ++i) {
     start_barrier(&shared.filled[i], 1);
     start_barrier(&shared.emptied[i], kWarps);
   }
+  publish_barriers();
+}
+
+__device__ void start_telling(Shared& shared, uint32_t bytes_told) {
   for (uint64_t& barrier : shared.told) {
     start_barrier(&barrier, 1);
     expect_bytes(&barrier, bytes_told);
@@ -469,11 +474,19 @@ __global__ void __launch_bounds__(kThreads, 1) norm_quantize_kernel(const __grid
   __shared__ Shared shared;
   if (task.measuring && task.scale != nullptr && *task.scale > 0.0f) return;  // the whole grid does
 
-  if (threadIdx.x == 0) start_barriers(shared, bytes_of_parts(task));
-  meet_cluster();  // the barriers stand, and the other blocks' shared memory may be written
   const Walk walk(task);
-  if (threadIdx.x / 32 == kWarps) {
-    load_rows<T>(task, walk, shared, stages);
+  const bool loads = threadIdx.x / 32 == kWarps;
+  const int first_turns = min(kStages, walk.turns());
+  if (loads) {  // at once: memory need not wait until the blocks of the cluster have met
+    if (threadIdx.x % 32 == 0) start_stages(shared);
+    __syncwarp();
+    load_rows<T>(task, walk, shared, stages, 0, first_turns);
+    __syncwarp();
+  }
+  if (threadIdx.x == 0) start_telling(shared, bytes_of_parts(task));
+  meet_cluster();  // all barriers stand, and the other blocks' shared memory may be written
+  if (loads) {
+    load_rows<T>(task, walk, shared, stages, first_turns, walk.turns());
   } else {
     work<T, Centre, RoundFirst>(task, walk, shared, stages);
   }

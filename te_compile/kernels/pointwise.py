@@ -348,7 +348,7 @@ def produce(
     {outputs}scale, q, qt, amax, scale_inv, rows, columns, padded_rows,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):
     program = tl.program_id(0)
     used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
@@ -356,20 +356,12 @@ def produce(
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
     if MEASURED:
         program = tl.num_programs(0) - 1 - program  # the L2 still holds what the measuring pass read last
-    tile_m, tile_k = corner(program, columns, ROWS, COLUMNS)
+    first_m, tile_k = corner(program, columns, ROWS * STEPS, COLUMNS)
     word, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = tile_k + k < columns
-    {compute}
-    {cast}
-    {store}
-    if COLUMNWISE:
-        # Rows from M to the padded end are zeros in z, so their codes are the padding.
-        words = padded_rows // 4
-        qt = qt.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4
-        within = in_columns[:, None] & (tile_m // 4 + word < words)[None, :]
-        tl.store(qt + k[:, None] * words + word[None, :], tl.trans(fp8_words({scaled}, E5M2)), mask=within)
+    {tile}
     {sums}
-    record_amax(amax, largest_of({largest}))
+    record_amax(amax, largest_of(largest))
 '''
 
 
@@ -391,12 +383,37 @@ def source(spec: Spec) -> str:
         body="\n    ".join(body),
         returned=", ".join(f"{name}_all" for name in leaving),
         z=f"{spec.quantized}_all",
-        **_quarters(spec, leaving, arguments),
+        tile="\n    ".join(_tile_text(spec, leaving, arguments)),
+        sums="\n    ".join(_sum_text(i) for i, _ in enumerate(spec.sums)),
     )
 
 
-def _quarters(spec: Spec, leaving: list[str], arguments: str) -> dict[str, str]:
-    """The parts of ``produce`` that are written once for each of a tile's four interleaved quarters.
+def _tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
+    """What ``produce`` does with its tiles, one below the other: more than one where columns are summed."""
+    once = ["tile_m = first_m", *_one_tile_text(spec, leaving, arguments), f"largest = {_largest_text(spec)}"]
+    if not spec.sums:
+        return once
+    zeros = "tl.zeros((ROWS // 4, COLUMNS), tl.{})"
+    each = ["tile_m = first_m + step * ROWS", *_one_tile_text(spec, leaving, arguments)]
+    each.append(f"largest = tl.maximum(largest, {_largest_text(spec)})")
+    each += [f"sum{i} += {' + '.join(f'{r.value}_{j}' for j in range(4))}" for i, r in enumerate(spec.sums)]
+    start = [f"sum{i} = {zeros.format('float32')}" for i, _ in enumerate(spec.sums)]
+    loop = ["for step in range(STEPS):", *(f"    {line}" for line in each)]
+    return [*start, f"largest = {zeros.format('int32')}", *loop]
+
+
+def _largest_text(spec: Spec) -> str:
+    bits = [f"magnitude({spec.quantized}_{j})" for j in range(4)]
+    return "tl.maximum(tl.maximum({}, {}), tl.maximum({}, {}))".format(*bits)
+
+
+def _sum_text(index: int) -> str:
+    at = f"s{index} + first_m // (ROWS * STEPS) * columns + tile_k + k"
+    return f"tl.store({at}, tl.sum(sum{index}, axis=0), mask=in_columns)"
+
+
+def _one_tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
+    """Each step is written once for each of a tile's four interleaved quarters.
 
     Quarter j holds the rows 4·i + j. All are read before anything is stored, so that all loads are in flight at once.
     """
@@ -415,20 +432,16 @@ def _quarters(spec: Spec, leaving: list[str], arguments: str) -> dict[str, str]:
         cast += [f"scaled{j} = scaled({spec.quantized}_{j}, used)"]
         store += [f"tl.store(e{i} + at{j}, {r.value}_{j}, mask=inside{j})" for i, r in enumerate(spec.emitted)]
         store += ["if ROWWISE:", f"    tl.store(q + at{j}, fp8_codes(scaled{j}, E5M2), mask=inside{j})"]
-    sums = [
-        f"tl.store(s{i} + tile_m // ROWS * columns + tile_k + k, tl.sum({total}, axis=0), mask=in_columns)"
-        for i, r in enumerate(spec.sums)
-        for total in [" + ".join(f"{r.value}_{j}" for j in range(4))]
+    transposed = [
+        "if COLUMNWISE:",
+        "    # Rows from M to the padded end are zeros in z, so their codes are the padding.",
+        "    words = padded_rows // 4",
+        "    qt_at = qt.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4",
+        "    within = in_columns[:, None] & (tile_m // 4 + word < words)[None, :]",
+        f"    codes = tl.trans(fp8_words({', '.join(f'scaled{j}' for j in range(4))}, E5M2))",
+        "    tl.store(qt_at + k[:, None] * words + word[None, :], codes, mask=within)",
     ]
-    bits = [f"magnitude({spec.quantized}_{j})" for j in range(4)]
-    return {
-        "compute": "\n    ".join(compute),
-        "cast": "\n    ".join(cast),
-        "store": "\n    ".join(store),
-        "sums": "\n    ".join(sums),
-        "scaled": ", ".join(f"scaled{j}" for j in range(4)),
-        "largest": "tl.maximum(tl.maximum({}, {}), tl.maximum({}, {}))".format(*bits),
-    }
+    return [*compute, *cast, *store, *transposed]
 
 
 def _file_of(text: str) -> Path:
@@ -459,15 +472,19 @@ def kernels(spec: Spec) -> ModuleType:
 # 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
 # copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
 TILE = Tile(64, 128, 8)
-# Where columns are summed: a sum ends in an exchange between all warps, so few of them do it. On an H200 the backward
-# of ReLU² with its bias gradient takes 65 µs for 8192 × 4096 where 64 × 64 with four warps takes 69 and 64 × 128 with
-# eight 73; that of GELU 246 µs for 8192 × 16384 where they take 254 and 314.
+# Where columns are summed: a sum ends in an exchange between all warps, so few of them do it, and a program takes four
+# tiles, one below the other, before it does. On an H200 the backward of ReLU² with its bias gradient takes 60 µs for
+# 8192 × 4096, where one tile a program takes 66 and 64 × 128 with eight warps 73. With more to compute the loop runs
+# out of registers: the backward of GELU takes 249 µs for 8192 × 16384, and 310 in fours.
 SUMMING = Tile(32, 64, 2)
+SHORT, MANY = 8, 4  # so few operations, so many tiles
 
 
 def tile_for(spec: Spec) -> Tile:
     """How much a program does."""
-    return SUMMING if spec.sums else TILE
+    if not spec.sums:
+        return TILE
+    return dataclasses.replace(SUMMING, steps=MANY) if len(spec.steps) <= SHORT else SUMMING
 
 
 NARROWEST = 32  # columns of a tile: below it, parts are joined before
@@ -537,25 +554,26 @@ def fused_quantize(
     elif 0 < common < tile.columns:
         tile = dataclasses.replace(tile, columns=common)
     x, module = inputs[0], kernels(spec)
-    tiles_m = max(1, triton.cdiv(rows, tile.rows))
+    tiles_m, across = max(1, triton.cdiv(rows, tile.rows)), triton.cdiv(columns, tile.columns)
+    steps = tile.steps if spec.sums else 1
+    turns = triton.cdiv(tiles_m, steps)
     target, epsilon, power_2 = rule_constants(rule, dtype)
-    even = rows % tile.rows == 0 and columns % tile.columns == 0
+    even = rows % (tile.rows * steps) == 0 and columns % tile.columns == 0
     lengths = (tensors[0].shape[1] for given, tensors in grouped(spec, inputs) if given.parts)
     whole = all(length % tile.rows == 0 for length in lengths)
     shape = {"EVEN": even, "WHOLE": whole, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
-    grid = max(1, tiles_m * triton.cdiv(columns, tile.columns))
     arguments = _kernel_arguments(spec, inputs)
     with on_device_of(x):
         q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
         emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
-        partials = [buffers.empty(x, (tiles_m, columns), torch.float32) for _ in spec.sums]
+        partials = [buffers.empty(x, (turns, columns), torch.float32) for _ in spec.sums]
         if measure:
-            launch(module.measure, grid, *arguments, scale, amax, rows, columns, **shape)
+            launch(module.measure, max(1, tiles_m * across), *arguments, scale, amax, rows, columns, **shape)
         launch(
-            module.produce, grid, *arguments, *emitted, *partials,
+            module.produce, max(1, turns * across), *arguments, *emitted, *partials,
             scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, rows, columns, padded(rows),
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
-            E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, **shape,
+            E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, STEPS=steps, **shape,
         )  # fmt: skip
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
     return [q, qt, amax, scale_inv, *emitted, *sums]

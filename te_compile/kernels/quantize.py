@@ -64,11 +64,12 @@ E5M2_ASSEMBLY = tl.constexpr(_ASSEMBLY.format("e5m2"))
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on, and with how many warps."""
+    """What one program works on, with how many warps, and how many tiles one after the other where that is offered."""
 
     rows: int
     columns: int
     warps: int
+    steps: int = 1
 
 
 # 32 elements a thread: four 16-byte loads in flight, runs of 128 bytes in q and of 64 in qᵀ. On an H200 the best of
