@@ -115,7 +115,7 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes share. A concrete recipe gives the three class attributes and has a field ``fp8_format``."""
+    """What all recipes share. A concrete recipe gives the class attributes and has fields for the properties."""
 
     name: ClassVar[str]  # how options spell it
     te_name: ClassVar[str]  # Transformer Engine's class name
@@ -125,6 +125,11 @@ class Recipe:
     def fp8_format(self) -> Format:
         """Which FP8 type each direction uses."""
         raise NotImplementedError  # a field of every concrete recipe
+
+    @property
+    def fp8_dpa(self) -> bool:
+        """Does attention run in FP8 too?"""
+        raise NotImplementedError  # likewise
 
     def rule(self) -> ScaleRule:
         """How this recipe turns an amax into a scale."""
@@ -148,6 +153,9 @@ class DelayedScaling(Recipe):
     scaling_factor_compute_algo: None for the formula of this module, or a function (amax [n], scale [n], fp8_max,
         recipe) that returns the new scale [n]. It sees scale 1 where there is none yet.
     reduce_amax: data-parallel ranks agree on the amax.
+    fp8_dpa: the two products of attention run in FP8 too, forward; what goes in and out stays in high precision.
+        Attention has no parameter to keep a state under, so its operands are scaled by their own amax.
+    fp8_mha: False. Transformer Engine's True also hands FP8 tensors into and out of attention.
     """
 
     margin: int = 0
@@ -178,8 +186,7 @@ class DelayedScaling(Recipe):
                 "(amax, scale, fp8_max, recipe) that returns a scale"
             )
         _require_bool("reduce_amax", self.reduce_amax)
-        _require_not_yet("fp8_dpa", self.fp8_dpa)
-        _require_not_yet("fp8_mha", self.fp8_mha)
+        _require_attention_fields(self.fp8_dpa, self.fp8_mha)
 
     def rule(self) -> ScaleRule:
         """The scale of a first step, which has no history, comes from the same formula."""
@@ -227,11 +234,15 @@ class Float8CurrentScaling(Recipe):
     fp8_format: ``Format.HYBRID`` (gradients in E5M2) or ``Format.E4M3``; its name does too.
     use_power_2_scales: round each scale down to a power of two, so that scaling itself rounds nothing.
     amax_epsilon: a floor for the amax.
+    fp8_dpa: the two products of attention run in FP8 too, forward; what goes in and out stays in high precision.
+    fp8_mha: False. Transformer Engine's True also hands FP8 tensors into and out of attention.
     """
 
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     name: ClassVar[str] = "current"
     te_name: ClassVar[str] = "Float8CurrentScaling"
@@ -244,6 +255,7 @@ class Float8CurrentScaling(Recipe):
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= FP32_MAX:
             raise RecipeError(f"amax_epsilon={epsilon!r}: must be a finite number, at least 0")
         object.__setattr__(self, "amax_epsilon", float(epsilon))
+        _require_attention_fields(self.fp8_dpa, self.fp8_mha)
 
     def rule(self) -> ScaleRule:
         """The whole recipe: there is no other moment at which a scale is made."""
@@ -387,10 +399,14 @@ def _require_bool(field: str, value: object) -> None:
         raise RecipeError(f"{field}={value!r}: must be True or False")
 
 
-def _require_not_yet(field: str, value: object) -> None:
-    _require_bool(field, value)
-    if value:
-        raise RecipeError(f"{field}=True: FP8 attention is not available yet; only False is allowed")
+def _require_attention_fields(fp8_dpa: object, fp8_mha: object) -> None:
+    _require_bool("fp8_dpa", fp8_dpa)
+    _require_bool("fp8_mha", fp8_mha)
+    if fp8_mha:
+        raise RecipeError(
+            "fp8_mha=True: FP8 tensors into and out of attention are not available; only False is allowed. "
+            "fp8_dpa=True computes attention itself in FP8"
+        )
 
 
 def _checked_result(field: str, result: object, like: Tensor) -> Tensor:

@@ -245,10 +245,12 @@ def test_a_function_that_returns_the_wrong_thing_is_named(result: object) -> Non
         (DelayedScaling, "amax_compute_algo", None, "'max', 'most_recent'"),
         (DelayedScaling, "scaling_factor_compute_algo", "max", "must be None or a function"),
         (DelayedScaling, "reduce_amax", 1, "True or False"),
-        (DelayedScaling, "fp8_dpa", True, "not available yet"),
-        (DelayedScaling, "fp8_mha", True, "not available yet"),
+        (DelayedScaling, "fp8_dpa", 1, "True or False"),
+        (DelayedScaling, "fp8_mha", True, "only False is allowed. fp8_dpa=True computes attention itself in FP8"),
         (Float8CurrentScaling, "fp8_format", 3, "Format.E4M3, Format.HYBRID"),
         (Float8CurrentScaling, "use_power_2_scales", "yes", "True or False"),
+        (Float8CurrentScaling, "fp8_dpa", "yes", "True or False"),
+        (Float8CurrentScaling, "fp8_mha", True, "only False is allowed"),
         (Float8CurrentScaling, "amax_epsilon", -1e-9, "at least 0"),
         (Float8CurrentScaling, "amax_epsilon", math.nan, "at least 0"),
         (Float8CurrentScaling, "amax_epsilon", math.inf, "finite"),
@@ -269,6 +271,7 @@ def test_defaults_are_transformer_engines() -> None:
     current = Float8CurrentScaling()
     assert (current.fp8_format, current.use_power_2_scales, current.amax_epsilon) == (Format.HYBRID, False, 0.0)
     assert recipe.stateful and not current.stateful
+    assert not any([recipe.fp8_dpa, recipe.fp8_mha, current.fp8_dpa, current.fp8_mha])
 
 
 # --- names and keys ------------------------------------------------------------------------------------------------
@@ -283,6 +286,8 @@ def test_defaults_are_transformer_engines() -> None:
         ({"name": "delayed", "amax_history_len": 16}, DelayedScaling(amax_history_len=16)),
         ({"name": "current", "fp8_format": "E4M3"}, Float8CurrentScaling(fp8_format=Format.E4M3)),
         (DelayedScaling(margin=1), DelayedScaling(margin=1)),
+        ("delayed fp8_dpa=True", DelayedScaling(fp8_dpa=True)),
+        ({"name": "current", "fp8_dpa": True}, Float8CurrentScaling(fp8_dpa=True)),
     ],
 )
 def test_names_texts_dicts_and_objects_all_mean_a_recipe(value: object, recipe: object) -> None:
@@ -324,6 +329,12 @@ def test_transformer_engines_own_recipe_objects_are_understood() -> None:
     parameters = type("QParams", (), {"amax_epsilon": 0.25})()
     theirs = transformer_engine_object("Float8CurrentScaling", use_power_2_scales=True, fp8_quant_fwd_inp=parameters)
     assert resolve(theirs) == Float8CurrentScaling(use_power_2_scales=True, amax_epsilon=0.25)
+    theirs = transformer_engine_object("DelayedScaling", fp8_dpa=True, fp8_mha=False)
+    assert resolve(theirs) == DelayedScaling(fp8_dpa=True)
+    theirs = transformer_engine_object("Float8CurrentScaling", fp8_dpa=True)
+    assert resolve(theirs) == Float8CurrentScaling(fp8_dpa=True)
+    with pytest.raises(RecipeError, match="fp8_mha=True"):
+        resolve(transformer_engine_object("DelayedScaling", fp8_dpa=True, fp8_mha=True))
     with pytest.raises(RecipeError, match="MXFP8BlockScaling is not available yet"):
         resolve(transformer_engine_object("MXFP8BlockScaling"))
 
@@ -338,7 +349,9 @@ def test_each_parameter_has_its_place_in_the_key() -> None:
         DelayedScaling(amax_compute_algo=torch.amax),
         DelayedScaling(scaling_factor_compute_algo=torch.div),
         DelayedScaling(reduce_amax=False),
+        DelayedScaling(fp8_dpa=True),
         Float8CurrentScaling(),
+        Float8CurrentScaling(fp8_dpa=True),
         Float8CurrentScaling(use_power_2_scales=True),
         Float8CurrentScaling(amax_epsilon=1e-7),
         Float8CurrentScaling(fp8_format=Format.E4M3),

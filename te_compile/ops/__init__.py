@@ -1,7 +1,10 @@
 """The ``te::`` operators. Importing this package defines them all and offers every implementation of them."""
 
 from te_compile.ops import (
+    attention,
+    attention_backward,
     cublaslt_implementation,
+    fp8_attention,
     fused_quantize,
     gemm,
     gradient_slots,
@@ -19,7 +22,10 @@ from te_compile.ops import (
 )
 
 __all__ = [
+    "attention",
+    "attention_backward",
     "cublaslt_implementation",
+    "fp8_attention",
     "fused_quantize",
     "gemm",
     "gradient_slots",

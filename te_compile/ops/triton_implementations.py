@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
+from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
@@ -30,6 +31,7 @@ PRIORITY = 10
 CAPABILITY = (8, 9)  # the first with FP8 conversion instructions
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDEST_HEAD = 128  # features: beyond it a program's registers do not hold the result
 NOT_WANTED = -1
 
 
@@ -275,3 +277,38 @@ def update_scales(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: 
 
     assert isinstance(recipe.amax_compute_algo, str)
     kernel(states, amaxes, fp8_max, recipe.rule(), recipe.amax_compute_algo)
+
+
+def _check_fp8_attention(target: Target, arguments: dict[str, Any]) -> None:
+    _check_target(target)
+    for name in ("q", "k", "vt"):
+        if arguments[name].dtype != torch.float8_e4m3fn:
+            raise Unsupported(f"{name} is {arguments[name].dtype}, not {torch.float8_e4m3fn}")
+        if arguments[name].stride(3) != 1:
+            raise Unsupported(f"{name} does not run along its contraction")
+    width = arguments["q"].shape[3]
+    if width % ALIGNMENT or width > WIDEST_HEAD:
+        raise Unsupported(f"a head of {width} features is no multiple of {ALIGNMENT} up to {WIDEST_HEAD}")
+    if arguments["out_dtype"] not in DTYPES:
+        raise Unsupported(f"{arguments['out_dtype']} is none of {', '.join(map(str, DTYPES))}")
+
+
+@registry.register("fp8_attention", TRITON, priority=PRIORITY, check=_check_fp8_attention)
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    vt: Tensor,
+    q_scale_inv: Tensor,
+    k_scale_inv: Tensor,
+    v_scale_inv: Tensor,
+    causal: bool,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``te::fp8_attention`` by kernels/fp8_attention.py."""
+    operands = (q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, causal, scale, out_dtype)
+    if q.numel() == 0 or k.numel() == 0:  # no tile to launch, or no key to see
+        return fp8_attention_reference(*operands)
+    from te_compile.kernels.fp8_attention import fp8_attention as kernel
+
+    return kernel(*operands)
