@@ -88,8 +88,10 @@ def _attended(
         p = tl.exp2(scores - (top - P_EXPONENT)[:, None])
         shrunk = tl.exp2(largest - top)
         total = total * shrunk + tl.sum(p, axis=1)
-        acc = acc * shrunk[:, None]
-        acc = tl.dot(p.to(tl.float8e4nv), tl.trans(values), acc, max_num_imprecise_acc=BLOCK_N)
+        # A product of its own, added in fp32: as the start of the product, acc would be read in the middle of it, and
+        # ptxas then runs all products one after the other. The bound keeps Triton from joining the two again.
+        added = tl.dot(p.to(tl.float8e4nv), tl.trans(values), max_num_imprecise_acc=BLOCK_N)
+        acc = acc * shrunk[:, None] + added
         largest = top
         k_at += BLOCK_N * k_row
         vt_at += BLOCK_N
