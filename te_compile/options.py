@@ -98,6 +98,11 @@ class Options:
             return "not matched by include"
         return None
 
+    def why_attention_excluded(self, name: str) -> str | None:
+        """The same for the attention of module ``name``. Functions are not asked: they judge linears."""
+        patterns = {field: value for field in ("include", "exclude") if isinstance(value := getattr(self, field), tuple)}
+        return Options(**patterns).why_excluded(name)
+
     def idle_patterns(self, names: Collection[str]) -> list[str]:
         """The patterns that fit none of the linears ``names``, most likely misspelt: ``exclude pattern '*.porj'``."""
         given = {"include": self.include, "exclude": self.exclude}

@@ -15,6 +15,7 @@ _MASKS = {
     "folded_all": "mask folded away: all true",
     "kept": "mask kept",
 }
+_PRECISIONS = {"kept": "kept in high precision"}
 _HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
 
 
@@ -32,6 +33,8 @@ class AttentionRow:
     heads: what became of keys and values that the model copies for several heads of queries: "undone" or "copied";
         empty where it makes no such copies.
     heads_reason: why they stay copied.
+    precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
+    precision_reason: why it is kept.
     """
 
     name: str
@@ -41,11 +44,14 @@ class AttentionRow:
     mask_reason: str = ""
     heads: str = ""
     heads_reason: str = ""
+    precision: str = ""
+    precision_reason: str = ""
 
     @property
     def runs_as(self) -> str:
         """The status in words."""
-        return _RUNS_AS[self.status]
+        words = _RUNS_AS[self.status]
+        return words.replace("sdpa", "fp8") if self.precision == "fp8" else words
 
     @property
     def detail(self) -> str:
@@ -53,5 +59,9 @@ class AttentionRow:
         return self.reason or "; ".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
-        told = ((_MASKS.get(self.mask), self.mask_reason), (_HEADS.get(self.heads), self.heads_reason))
+        told = (
+            (_PRECISIONS.get(self.precision), self.precision_reason),
+            (_MASKS.get(self.mask), self.mask_reason),
+            (_HEADS.get(self.heads), self.heads_reason),
+        )
         yield from (f"{what}: {why}" if why else what for what, why in told if what)

@@ -46,12 +46,16 @@ def attentions_table(report: Report) -> Markup | None:
     return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="scroll")
 
 
+def _badge(row: AttentionRow) -> str:
+    return "rule" if row.precision == "kept" else _BADGES[row.status]
+
+
 def _row(name: str, row: AttentionRow, count: Markup | None = None) -> Markup:
     return element(
         "tr",
         element("td", name, class_="name", data_value=row.name),
         count,
-        element("td", element("span", row.runs_as, class_=f"badge {_BADGES[row.status]}"), class_="nowrap"),
+        element("td", element("span", row.runs_as, class_=f"badge {_badge(row)}"), class_="nowrap"),
         element("td", row.detail, class_="detail"),
         class_="attention",
     )

@@ -183,8 +183,11 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
         notes.append("torch.compile captured no graph, so nothing was looked at")
     notes += [f"the forward pass writes to the parameter {name}; this run did, too" for name in look.changed]
     notes += _names_that_differ(compilations, names)
-    linears = [site.name for compilation in compilations for site in compilation.plan.sites]
-    notes += [f"{pattern} fits no linear of this call" for pattern in chosen.idle_patterns(linears) if compilations]
+    selectable = [site.name for compilation in compilations for site in compilation.plan.sites]
+    if chosen.recipe.fp8_dpa:
+        selectable += [each.name for compilation in compilations for each in compilation.plan.attentions]
+    what = "linear or attention" if chosen.recipe.fp8_dpa else "linear"
+    notes += [f"{pattern} fits no {what} of this call" for pattern in chosen.idle_patterns(selectable) if compilations]
     notes += _never_captured(look.captured, names)
     return Report(
         rows=tuple(rows),
@@ -260,6 +263,8 @@ def _attentions(
             mask_reason=each.mask_reason,
             heads=each.heads,
             heads_reason=each.heads_reason,
+            precision=each.precision,
+            precision_reason=each.precision_reason,
         )
 
 

@@ -84,6 +84,9 @@ def summary(report: Report) -> list[str]:
     kept = [(totals[key], text) for key, text in KEPT.items() if totals[key]]
     if kept:
         lines.append(f"kept in high precision: {', '.join(f'{count} {text}' for count, text in kept)}")
+    if any(row.precision for row in report.attentions):
+        in_fp8 = sum(row.precision == "fp8" for row in report.attentions)
+        lines.append(f"{in_fp8} of {_count(len(report.attentions), 'attention')} in FP8")
     what = "forward and backward" if report.training else "inference"
     lines.append(f"{what}, {_count(len(report.graphs), 'graph')}; recipe {report.recipe}")
     return lines

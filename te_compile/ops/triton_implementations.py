@@ -40,7 +40,8 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _check_target(target: Target) -> None:
+def check_target(target: Target) -> None:
+    """Raise Unsupported unless ``target`` can run Triton kernels that convert to FP8."""
     if target.device != "cuda":
         raise Unsupported(f"needs a CUDA device, not {target.device}")
     if target.capability is None or target.capability < CAPABILITY:
@@ -62,12 +63,12 @@ def _check_dtypes(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> None:
 
 
 def _check_quantize(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     _check_dtypes([arguments["x"]], arguments["dtype"])
 
 
 def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     _check_dtypes([arguments["x"], arguments["weight"], arguments["bias"]], arguments["dtype"])
     _check_kind(arguments["kind"])
 
@@ -95,14 +96,14 @@ def _check_norm_backward(target: Target, arguments: dict[str, Any]) -> None:
 
 
 def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     _check_dtypes(arguments["weights"], arguments["dtype"])
     if len({weight.dtype for weight in arguments["weights"]}) > 1:
         raise Unsupported("the weights differ in dtype")
 
 
 def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     a, b = arguments["a"], arguments["b"]
     if a.dtype not in FP8 or b.dtype not in FP8:
         raise Unsupported(f"{a.dtype} and {b.dtype} are not both among {', '.join(map(str, FP8))}")
@@ -121,11 +122,11 @@ def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
 
 
 def _check_snapshot(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
 
 
 def _check_update_scales(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     recipe = recipe_of(arguments["recipe"])
     if not isinstance(recipe, DelayedScaling):
         raise Unsupported(f"recipe {recipe.name!r} keeps no state")
@@ -280,7 +281,7 @@ def update_scales(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: 
 
 
 def _check_fp8_attention(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     for name in ("q", "k", "vt"):
         if arguments[name].dtype != torch.float8_e4m3fn:
             raise Unsupported(f"{name} is {arguments[name].dtype}, not {torch.float8_e4m3fn}")

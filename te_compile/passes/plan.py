@@ -102,6 +102,8 @@ class Attention:
     mask_reason: str = ""
     heads: str = ""
     heads_reason: str = ""
+    precision: str = ""
+    precision_reason: str = ""
 
 
 @dataclass
