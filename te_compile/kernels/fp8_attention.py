@@ -13,7 +13,7 @@ those of the reference (its module says why). Blocks that all queries of the til
 diagonal and the ragged end come last, with one. Tiles with most keys start first.
 
 FP8 tensor cores of Hopper read both operands along the contraction: k is [keys, D] and its product contracts over D,
-while that of the values contracts over keys, so they come as [D, keys]. The second product promotes its partial sums
+while that of the values contracts over keys, so they come transposed. The second product promotes its partial sums
 to fp32 after each block, for the accumulator inside the tensor core keeps some 14 bits.
 
 The tiles are first choices and have not been measured.
@@ -102,7 +102,7 @@ def _attended(
 def _fp8_attention_kernel(
     q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, out, logsumexp,
     queries, keys, heads, group,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, vt_batch, vt_head, vt_row,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, vt_row,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def _fp8_attention_kernel(
     row, d = tile_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q += batch * q_batch + head * q_head
     k += batch * k_batch + (head // group) * k_head
-    vt += batch * vt_batch + (head // group) * vt_head
+    vt += (head // group) * WIDTH * vt_row + batch * keys
     within = (row < queries)[:, None] & (d < WIDTH)[None, :]
     codes = tl.load(q + row[:, None].to(tl.int64) * q_row + d[None, :], mask=within, other=0.0)
     factor = tl.load(q_scale_inv) * tl.load(k_scale_inv) * SCALE
@@ -150,7 +150,7 @@ def fp8_attention(
     out_dtype: torch.dtype,
     tile: AttentionTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, H, D] and logsumexp [B, H, Sq] of q: [B, Sq, H, D], k: [B, Sk, Hk, D] and vt: [B, Hk, D, Sk].
+    """out [B, Sq, H, D] and logsumexp [B, H, Sq] of q: [B, Sq, H, D], k: [B, Sk, Hk, D] and vt: [Hk · D, B · Sk …].
 
     The last dimension of each has stride 1; there is at least one query and one key.
     """
@@ -163,7 +163,7 @@ def fp8_attention(
             _fp8_attention_kernel, (triton.cdiv(queries, tile.queries), batch * heads),
             q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, out, logsumexp,
             queries, keys, heads, heads // shared,
-            *q.stride()[:3], *k.stride()[:3], *vt.stride()[:3],
+            *q.stride()[:3], *k.stride()[:3], vt.stride(0),
             SCALE=scale * LOG2_E, CAUSAL=causal, WIDTH=width, BLOCK_D=triton.next_power_of_2(width),
             BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

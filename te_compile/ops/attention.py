@@ -27,15 +27,13 @@ E4M3 = torch.float8_e4m3fn
 
 
 def _quantized(x: Tensor, columnwise: bool, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x [B, S, H, D] in its shape, those transposed [B, H, D, S] (if asked for), and scale_inv.
+    """Codes of x [B, S, H, D] in its shape, those of the matrix [B · S, H · D] transposed if asked for, and scale_inv.
 
-    As a matrix [B · S, H · D] it lies in memory as the projections write it.
+    The matrix is x as the projections write it.
     """
     batch, length, heads, width = x.shape
     matrix = x.reshape(batch * length, heads * width)
     q, qt, _, scale_inv = QUANTIZE(matrix, None, E4M3, True, columnwise, rule)
-    if columnwise:
-        qt = qt[:, : batch * length].view(heads, width, batch, length).permute(2, 0, 1, 3)
     return q.view(batch, length, heads, width), qt, scale_inv
 
 

@@ -19,7 +19,7 @@ puts p at up to 256 of E4M3's 448: all powers of two round alike, and this one l
 may have a multiple of the heads of keys and values; each of those then serves as many heads of queries, in order.
 
 Tensor cores with FP8 operands read both along the contraction, and the second product contracts over keys. So values
-come transposed, which is what ``te::quantize`` gives beside the row-major copy.
+come transposed: [Hk · D, B · Sk] and the padding of its rows, which is what ``te::quantize`` gives beside [B · Sk, Hk · D].
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def fp8_attention_reference(
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See the module. q: [B, Sq, H, D], k: [B, Sk, Hk, D], vt: [B, Hk, D, Sk] E4M3, any strides; scale_inv: [] fp32.
+    """See the module. q: [B, Sq, H, D], k: [B, Sk, Hk, D], vt: [Hk · D, B · Sk or more] E4M3; scale_inv: [] fp32.
 
     Returns out [B, Sq, H, D] of ``out_dtype``, contiguous, and logsumexp [B, H, Sq] fp32. Queries without a key get 0
     and minus infinity.
     """
-    heads, keys = q.shape[2], k.shape[1]
-    q, k, v = per_query_head(q, heads), per_query_head(k, heads), per_query_head(vt.permute(0, 3, 1, 2), heads)
+    heads, (batch, keys, shared, width) = q.shape[2], k.shape
+    v = vt[:, : batch * keys].t().reshape(batch, keys, shared, width)
+    q, k, v = (per_query_head(x, heads) for x in (q, k, v))
     if keys == 0:
         return torch.zeros_like(q.transpose(1, 2), dtype=out_dtype).contiguous(), q.new_full(q.shape[:3], -math.inf)
     scores = (q @ k.transpose(2, 3)) * (q_scale_inv * k_scale_inv * (scale * LOG2_E))

@@ -285,7 +285,7 @@ def _check_fp8_attention(target: Target, arguments: dict[str, Any]) -> None:
     for name in ("q", "k", "vt"):
         if arguments[name].dtype != torch.float8_e4m3fn:
             raise Unsupported(f"{name} is {arguments[name].dtype}, not {torch.float8_e4m3fn}")
-        if arguments[name].stride(3) != 1:
+        if arguments[name].stride(-1) != 1:
             raise Unsupported(f"{name} does not run along its contraction")
     width = arguments["q"].shape[3]
     if width % ALIGNMENT or width > WIDEST_HEAD:

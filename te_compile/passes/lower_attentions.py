@@ -40,8 +40,11 @@ def _why_not_this_call(node: Node) -> str:
     """What in the call's other arguments FP8 attention does not do; "" for nothing."""
     if argument(node, 3, "attn_mask") is not None:
         return "FP8 attention takes no mask but a causal one"
-    if argument(node, 4, "dropout_p", 0.0) != 0:
-        return "FP8 attention has no dropout"
+    dropout = argument(node, 4, "dropout_p", 0.0)
+    if not isinstance(dropout, (int, float)):
+        return "its dropout is not known when the graph is compiled"
+    if dropout != 0:
+        return f"FP8 attention has no dropout, and its own is {dropout}"
     if not isinstance(argument(node, 5, "is_causal", False), bool):
         return "whether it is causal is not known when the graph is compiled"
     scale = argument(node, 6, "scale")
