@@ -100,8 +100,9 @@ class Options:
 
     def why_attention_excluded(self, name: str) -> str | None:
         """The same for the attention of module ``name``. Functions are not asked: they judge linears."""
-        patterns = {field: value for field in ("include", "exclude") if isinstance(value := getattr(self, field), tuple)}
-        return Options(**patterns).why_excluded(name)
+        include = self.include if isinstance(self.include, tuple) else None
+        exclude = self.exclude if isinstance(self.exclude, tuple) else ()
+        return Options(include=include, exclude=exclude).why_excluded(name)
 
     def idle_patterns(self, names: Collection[str]) -> list[str]:
         """The patterns that fit none of the linears ``names``, most likely misspelt: ``exclude pattern '*.porj'``."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     AnyRow = TypeVar("AnyRow", Row, AttentionRow)
 
 _COMPARED = ("status", "reason", "fused", "implementation", "shape", "padding", "form")
-_COMPARED_OF_ATTENTION = ("status", "reason", "mask", "mask_reason", "heads", "heads_reason", "precision", "precision_reason")
+_WITH_REASONS = ("precision", "mask", "heads")  # of an attention
+_COMPARED_OF_ATTENTION = ("status", "reason", *_WITH_REASONS, *(f"{name}_reason" for name in _WITH_REASONS))
 _MOST_NAMES = 3  # in one line of text
 
 
@@ -177,7 +178,7 @@ def _row_lines(row: RowChange) -> Iterator[str]:
 
 def _attention_lines(row: RowChange) -> Iterator[str]:
     """Each change with the reason that there is now, or that there is no longer."""
-    for name in ("status", "precision", "mask", "heads"):
+    for name in ("status", *_WITH_REASONS):
         its_reason = "reason" if name == "status" else f"{name}_reason"
         _, why = row.fields.get(its_reason, ("", ""))
         if name in row.fields and row.fields[name][1] == "" and "status" in row.fields:

@@ -5,7 +5,8 @@ B = 4, H = 32, S = 2048, D = 128 that is
 
     275 GFLOP     0.21 ms at 1300 TFLOP/s of FP8          B · H · S² = 537 M exponentials     0.15 ms
 
-of which the second counts 16 exponentials a cycle and multiprocessor; it hides behind the first in part. bf16 attention (cuDNN) takes 0.47 ms on an H200, and PyTorch's flash kernel 0.83.
+of which the second counts 16 exponentials a cycle and multiprocessor; it hides behind the first in part. In bf16 cuDNN
+takes 0.47 ms on an H200, and PyTorch's flash kernel 0.83.
 
 A program takes a tile of queries of one head and walks over the keys it sees, in blocks, with a running maximum of the
 scores. The maximum is rounded up to a whole number of powers of two, which makes every rescaling exact and the codes
@@ -64,7 +65,7 @@ def _attended(
     acc, total, largest, codes, k, vt, first, last, row, d, keys, factor, k_row, vt_row,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Running result, sum and maximum after the keys from ``first`` to ``last``; ``factor`` makes scores powers of 2."""
+    """Result, sum and maximum after the keys from ``first`` to ``last``; ``factor`` makes of scores powers of 2."""
     place = first + tl.arange(0, BLOCK_N)
     k_at = k + place[:, None].to(tl.int64) * k_row + d[None, :]
     vt_at = vt + d[:, None].to(tl.int64) * vt_row + place[None, :]

@@ -33,7 +33,7 @@ def _per_key_head(gradient: Tensor, like: Tensor) -> Tensor:
 def attention_backward_reference(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the module. grad, q, out: [B, Sq, H, D]; k, v: [B, Sk, Hk, D]; any floating dtype; logsumexp: [B, H, Sq] fp32.
+    """See the module. grad, q, out: [B, Sq, H, D]; k, v: [B, Sk, Hk, D], of any dtype; logsumexp: [B, H, Sq] fp32.
 
     Returns dq, dk and dv in the shapes and dtypes of q, k and v, contiguous.
     """
@@ -42,7 +42,7 @@ def attention_backward_reference(
     dout, query, key, value, result = wide
     scores = query @ key.transpose(2, 3) * scale
     if causal:
-        scores = scores.masked_fill(~visible(*scores.shape[2:], q.device), -torch.inf)
+        scores = scores.masked_fill(~visible(scores.shape[2], scores.shape[3], q.device), -torch.inf)
     p = torch.exp(scores - logsumexp.unsqueeze(3))
     ds = p * (dout @ value.transpose(2, 3) - (dout * result).sum(dim=3, keepdim=True)) * scale
     dq, dk, dv = ds @ key, ds.transpose(2, 3) @ query, p.transpose(2, 3) @ dout

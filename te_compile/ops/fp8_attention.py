@@ -19,7 +19,7 @@ puts p at up to 256 of E4M3's 448: all powers of two round alike, and this one l
 may have a multiple of the heads of keys and values; each of those then serves as many heads of queries, in order.
 
 Tensor cores with FP8 operands read both along the contraction, and the second product contracts over keys. So values
-come transposed: [Hk · D, B · Sk] and the padding of its rows, which is what ``te::quantize`` gives beside [B · Sk, Hk · D].
+come transposed: [Hk · D, B · Sk] and what pads its rows, as ``te::quantize`` gives it beside [B · Sk, Hk · D].
 """
 
 from __future__ import annotations
