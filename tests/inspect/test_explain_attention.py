@@ -22,8 +22,8 @@ SMALL = {
 }  # fmt: skip
 
 
-def llama(attention: str) -> nn.Module:
-    config = transformers.LlamaConfig(**SMALL, attn_implementation=attention)
+def llama(attention: str, **changes: int) -> nn.Module:
+    config = transformers.LlamaConfig(**{**SMALL, **changes}, attn_implementation=attention)
     return transformers.LlamaForCausalLM(config).bfloat16()
 
 
@@ -106,6 +106,72 @@ def test_scores_under_a_soft_cap_stay_with_the_reason() -> None:
     row, _ = attentions(transformers.Gemma2ForCausalLM(config).bfloat16(), **example())
     assert (row.name, row.status, row.mask) == ("model.layers.0.self_attn", "stays", "")
     assert "tanh before softmax" in row.reason and row.detail == row.reason
+
+
+FP8 = {"recipe": "delayed fp8_dpa=True"}
+
+
+def test_attention_in_fp8_is_told_as_such_and_counted() -> None:
+    report = te_compile.explain(llama("eager", head_dim=64), **example(), options=FP8)
+    name = "model.layers.0.self_attn"
+    assert report.attentions[0] == AttentionRow(
+        name, "recognised", mask="folded_causal", heads="undone", precision="fp8"
+    )
+    assert "2 of 2 attentions in FP8" in str(report)
+    expected_line = "self_attn  ×2  fp8, recognised  mask folded away: causal; copies of key heads undone"
+    assert expected_line in str(report)
+    assert report.implementations["te::fp8_attention"] == {"reference": 2}
+    assert te_compile.inspect.Report.from_json(report.to_json()).attentions == report.attentions
+
+
+def test_attention_that_stays_in_high_precision_says_why() -> None:
+    report = te_compile.explain(llama("sdpa"), **example(), options=FP8)
+    row, _ = report.attentions
+    assert row.precision == "kept" and "16 features; FP8 attention takes" in row.precision_reason
+    assert row.runs_as == "sdpa" and row.detail.startswith("kept in high precision: its heads have 16 features")
+    assert "0 of 2 attentions in FP8" in str(report)
+
+
+def test_a_recipe_that_does_not_ask_tells_nothing_of_precision() -> None:
+    report = te_compile.explain(llama("sdpa"), **example())
+    assert "precision" not in str(report.attentions[0].detail) and "attentions in FP8" not in str(report)
+
+
+class Core(nn.Module):
+    """Attention without a parameter of its own."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class AroundCore(nn.Module):
+    """One head of 64 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.core = nn.Linear(WIDTH, 192), Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(*(part[:, None] for part in self.qkv(x).chunk(3, -1)))
+
+
+@pytest.mark.parametrize(("options", "precision", "idle"), [(FP8, "kept", False), ({}, "", True)])
+def test_a_pattern_for_attention_alone_is_idle_only_where_the_recipe_does_not_ask(
+    options: dict[str, Any], precision: str, idle: bool
+) -> None:
+    report = te_compile.explain(AroundCore(), torch.randn(2, TOKENS, WIDTH), options={**options, "exclude": "core"})
+    assert [row.precision for row in report.attentions] == [precision]
+    assert any("exclude pattern 'core' fits no linear" in note for note in report.notes) == idle
+
+
+@pytest.mark.slow
+def test_what_the_option_changes_is_a_difference() -> None:
+    model = llama("sdpa", head_dim=64)
+    plain, asked = (te_compile.explain(model, **example(), options=options) for options in ({}, FP8))
+    found = te_compile.diff(plain, asked)
+    assert [change.fields["precision"] for change in found.attentions] == [("", "fp8")] * 2
+    assert "precision: nothing → fp8" in str(found)
+    assert "fp8" in asked.to_html()
 
 
 def test_a_model_without_attention_has_no_such_rows() -> None:
