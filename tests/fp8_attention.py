@@ -89,14 +89,14 @@ def expected(operands: Operands, sizes: Sizes, causal: bool, scale: float, out_d
     if causal:
         hidden = torch.ones(sizes.queries, sizes.keys, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    off = magnitudes * (2.0**-11 if is_cuda else (sizes.width + 4) * 2.0**-24) + 2.0**-20
+    off = magnitudes * (2.0**-10 if is_cuda else (sizes.width + 4) * 2.0**-24) + 2.0**-20
     m = scores.amax(-1, keepdim=True).ceil()
     p = torch.exp2(scores - m + 8)
     codes, low, high = ((p * torch.exp2(shift)).float().to(E4M3).double() for shift in (0 * off, -off, off))
     loose = (high - low) + 2.0**-8 * ((p < 2.0**-5) & (p > 0))
     total = p.sum(-1, keepdim=True)
     total_off = (p * (torch.exp2(off) - 1)).sum(-1, keepdim=True) / total + sizes.keys * 2.0**-24
-    summing = (2.0**-11 if is_cuda else 0.0) + 2 * sizes.keys * 2.0**-24
+    summing = (2.0**-10 if is_cuda else 0.0) + 2 * sizes.keys * 2.0**-24
     v_scale = operands.scales[2].double()
     out = codes @ v / total * v_scale
     limit = (loose @ v.abs() + summing * (high @ v.abs())) / total * v_scale
