@@ -25,6 +25,7 @@ from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrap
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
 from te_compile.passes.weight_expressions import DTYPES
 
 NARROWEST_HEAD = 64
@@ -88,10 +89,13 @@ def _why_not_these_shapes(node: Node) -> str:
 
 
 def _why_not_its_gradients(node: Node) -> str:
-    """Flash backward kernels count causal positions from the end, ``is_causal`` from the start."""
+    """Flash backward kernels count causal positions from the end, ``is_causal`` from the start; and read the result."""
+    if not torch.is_grad_enabled():
+        return ""
+    if may_change(node):
+        return "its result is changed in place, and its gradients need it as it was"
     query, key = (value_of(operand).shape[2] for operand in _operands(node)[:2])
-    square = statically_known_true(query == key)
-    if argument(node, 5, "is_causal", False) and not square and torch.is_grad_enabled():
+    if argument(node, 5, "is_causal", False) and not statically_known_true(query == key):
         return "no fused kernel has the gradients of causal attention with more or fewer keys than queries"
     return ""
 
