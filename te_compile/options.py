@@ -23,7 +23,7 @@ any Inductor option               passed through, as with the Inductor backend: 
 
 ``include`` and ``exclude`` take a glob pattern ("*.proj"), several ("*.proj,*lm_head*" or a list), or a function
 ``(name, info) -> bool``, where ``name`` is the linear's module name and ``info`` what the caller knows about it. A
-pattern that fits a module fits everything inside it. Where the recipe puts attention in FP8 (``fp8_dpa=True``), patterns
+pattern that fits a module fits everything inside it. Where the recipe puts attention in FP8 (``fp8_dpa=True``) patterns
 decide about it too, by the module that it runs in. ``None`` always means "not given here".
 """
 
