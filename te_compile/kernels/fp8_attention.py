@@ -17,6 +17,8 @@ FP8 tensor cores of Hopper read both operands along the contraction: k is [keys,
 while that of the values contracts over keys, so they come transposed. The second product promotes its partial sums
 to fp32 after each block, for the accumulator inside the tensor core keeps some 14 bits.
 
+Wide loads of the transposed values want the number of keys to be a multiple of 16; with others they are narrow.
+
 The tiles are first choices and have not been measured.
 """
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -50,13 +53,16 @@ class AttentionTile:
 
 WIDE = AttentionTile(128, 128, 8, 3)
 FEW_QUERIES = AttentionTile(64, 128, 4, 3)
-SMALL_MEMORY = AttentionTile(128, 64, 8, 2)  # 100 KB of shared memory instead of Hopper's 228
+SMALL_MEMORY = AttentionTile(128, 64, 8, 2)
+WIDE_NEEDS = 120 << 10  # bytes of shared memory, rounded up: Hopper has 227 KB, Ada 99
 
 
 def tile_for(queries: int, device: torch.device) -> AttentionTile:
     """The tile for so many queries."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return SMALL_MEMORY
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        if properties.shared_memory_per_block_optin < WIDE_NEEDS:
+            return SMALL_MEMORY
     return FEW_QUERIES if queries <= FEW_QUERIES.queries else WIDE
 
 
