@@ -80,8 +80,7 @@ def _why_not_these_shapes(node: Node) -> str:
         return f"its heads have {width} features; FP8 attention takes {allowed}"
     if key[1] != value[1] or key[1] == 0 or query[1] % key[1]:
         return f"{query[1]} heads of queries cannot share {key[1]} of keys and {value[1]} of values evenly"
-    if query[1] != key[1] and argument(node, 7, "enable_gqa", False) is not True:
-        return "its one head of keys is broadcast over heads of queries"
+    # Whether heads are shared by enable_gqa, or a single one by broadcasting, means the same.
     pairs = ((query[0], key[0]), (key[0], value[0]), (key[2], value[2]))
     if not all(statically_known_true(one == other) for one, other in pairs):
         return "its queries, keys and values are broadcast, or not known to agree in their sizes"

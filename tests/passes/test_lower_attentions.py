@@ -18,7 +18,7 @@ from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.manager import Compilation
 from te_compile.passes.plan import Attention
-from tests.compiling import compiled, cosine, gradients, te_nodes
+from tests.compiling import compiled, cosine, gradients, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -80,7 +80,14 @@ def recomputed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(lambda *qkv: causal(*qkv) * 2, q, k, v, use_reentrant=False)
 
 
-FIRES = [causal, full, scaled, spelled_out, behind_a_causal_mask, with_shared_heads, with_repeated_heads, recomputed]
+def with_one_head_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1])
+
+
+FIRES = [
+    causal, full, scaled, spelled_out, behind_a_causal_mask, with_shared_heads, with_repeated_heads,
+    with_one_head_of_keys, recomputed,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT])
@@ -127,10 +134,6 @@ def per_example(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.vmap(lambda q, k, v: full(q[None], k[None], v[None])[0])(q, k, v)
 
 
-def with_one_head_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1])
-
-
 def changed_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = full(q, k, v).transpose(1, 2)
     out *= 3
@@ -152,7 +155,7 @@ def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (full, lambda: [x[0] for x in qkv()], "3 dimensions"),
     (causal, lambda: [heads(), heads(length=50), heads(length=50)], "gradients of causal attention with more or fewer"),
     (per_example, qkv, "inside a function transform"),
-    (with_one_head_of_keys, qkv, "broadcast over heads"),
+    (full, lambda: [heads(1), heads(), heads()], "1 heads of queries cannot share 4 of keys"),
     (full, lambda: [heads()[:1], heads(), heads()], "broadcast, or not known to agree"),
 ])  # fmt: skip
 def test_attention_that_fp8_cannot_stand_for_stays_and_says_why(
@@ -354,3 +357,13 @@ def test_whole_models_lose_no_more_than_fp8_linears_do(build: Callable[[], nn.Mo
     assert precisions == ["fp8", "fp8"]
     linears, attention = cosines.values()
     assert all(attention[each] >= min(0.97, linears[each] - 0.01) for each in attention), (linears, attention)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_it() -> None:
+    model, x = Attending().bfloat16(), torch.randn(2, 24, 128, dtype=torch.bfloat16)
+    by_operator, wanted = train_step(model, compiled(model, recipe=CURRENT), x)
+    torch._dynamo.reset()
+    got, found = train_step(model, compiled(model, recipe=CURRENT, compiler="inductor"), x)
+    assert sqnr(by_operator, got) >= 30
+    assert all(cosine(found[name], wanted[name]) > 0.99 for name in wanted if wanted[name].dim() > 1)
