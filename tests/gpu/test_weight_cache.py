@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import dataclasses
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
