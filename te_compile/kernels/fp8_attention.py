@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.quantize import on_device_of
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))

@@ -79,7 +79,7 @@ def _check_kind(kind: str) -> None:
 
 
 def _check_norm_backward(target: Target, arguments: dict[str, Any]) -> None:
-    _check_target(target)
+    check_target(target)
     dy, x = arguments["dy"], arguments["x"]
     _check_high_precision([dy, x, arguments["weight"], arguments["residual"]])
     _check_kind(arguments["kind"])
