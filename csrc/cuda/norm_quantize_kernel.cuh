@@ -1,8 +1,8 @@
 // The kernel of te_cuda_norm_quantize: a row norm and the FP8 codes of its result, reading x once.
 //
 // Bytes, for x [M, K] of two-byte elements: 2 M K in, M K out for q and M K for qt; 2 M K more for y. An H200 copies
-// 4.27 TB/s, which allows 31 us for 8192 x 4096 and 126 us for 8192 x 16384. This takes 46 and 161 us for an RMS norm,
-// 49 and 184 us for a layer norm: warps wait for each other's latencies, not for memory (half of the issue slots are
+// 4.25 TB/s, which allows 32 us for 8192 x 4096 and 126 us for 8192 x 16384. This takes 45 and 160 us for an RMS norm,
+// 45 and 164 us for a layer norm: warps wait for each other's latencies, not for memory (half of the issue slots are
 // empty, and an instruction more for each element shows).
 //
 // A row must be known whole before its first code is written, and a run of qt wants 32 rows, one memory sector:
@@ -19,7 +19,8 @@
 // one and hides the way to the other blocks; and the parts are sent as stores that a barrier in the receiver's memory
 // counts. What was slower: a block for each 32 rows, whose three on an SM marched in step, all loading and then all
 // casting; turns divided by the cluster's own barrier, whose release waits until every store before it has landed;
-// reducing and casting by warps of different kinds; two smaller blocks on an SM; a mean first and then the squares.
+// reducing and casting by warps of different kinds; two smaller blocks on an SM; a mean first and then the squares;
+// copies that begin before the blocks of a cluster have met.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -361,14 +362,16 @@ struct Walk {
   __device__ uint8_t* stage(uint8_t* stages, int turn) const { return stages + turn % kStages * kRows * pitch; }
 };
 
-/// The loading warp: asks for all rows of each turn before `end`, one lane for each, as soon as their stage is free.
+/// The loading warp: asks for all rows of each turn, one lane for each, as soon as their stage is free.
 template <typename T>
-__device__ void load_rows(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages, int turn, int end) {
+__device__ void load_rows(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages) {
   const int lane = threadIdx.x % 32;
   const uint32_t bytes = walk.width * sizeof(T);
-  for (; turn < end; ++turn) {
+  for (int turn = 0; turn < walk.turns(); ++turn) {
     uint64_t* filled = &shared.filled[turn % kStages];
     if (turn >= kStages) await(&shared.emptied[turn % kStages], (turn / kStages - 1) % 2);
+    // At the start every block gets its first rows before any gets its second: all begin to work sooner.
+    if (turn > 0 && turn < kStages) await(&shared.filled[turn - 1], 0);
     const int64_t row = walk.first_row(turn);
     const int rows_here = static_cast<int>(min(int64_t{kRows}, task.rows - row));
     if (lane == 0) expect_bytes(filled, bytes * rows_here);
@@ -400,16 +403,11 @@ __device__ void reduce_rows(const Task& task, const Walk& walk, Shared& shared, 
   }
 }
 
-/// The barriers of this block's stages, which no other block asks about.
-__device__ void start_stages(Shared& shared) {
+__device__ void start_barriers(Shared& shared, uint32_t bytes_told) {
   for (int i = 0; i < kStages; ++i) {
     start_barrier(&shared.filled[i], 1);
     start_barrier(&shared.emptied[i], kWarps);
   }
-  publish_barriers();
-}
-
-__device__ void start_telling(Shared& shared, uint32_t bytes_told) {
   for (uint64_t& barrier : shared.told) {
     start_barrier(&barrier, 1);
     expect_bytes(&barrier, bytes_told);
@@ -474,19 +472,11 @@ __global__ void __launch_bounds__(kThreads, 1) norm_quantize_kernel(const __grid
   __shared__ Shared shared;
   if (task.measuring && task.scale != nullptr && *task.scale > 0.0f) return;  // the whole grid does
 
+  if (threadIdx.x == 0) start_barriers(shared, bytes_of_parts(task));
+  meet_cluster();  // the barriers stand, and the other blocks' shared memory may be written
   const Walk walk(task);
-  const bool loads = threadIdx.x / 32 == kWarps;
-  const int first_turns = min(kStages, walk.turns());
-  if (loads) {  // at once: memory need not wait until the blocks of the cluster have met
-    if (threadIdx.x % 32 == 0) start_stages(shared);
-    __syncwarp();
-    load_rows<T>(task, walk, shared, stages, 0, first_turns);
-    __syncwarp();
-  }
-  if (threadIdx.x == 0) start_telling(shared, bytes_of_parts(task));
-  meet_cluster();  // all barriers stand, and the other blocks' shared memory may be written
-  if (loads) {
-    load_rows<T>(task, walk, shared, stages, first_turns, walk.turns());
+  if (threadIdx.x / 32 == kWarps) {
+    load_rows<T>(task, walk, shared, stages);
   } else {
     work<T, Centre, RoundFirst>(task, walk, shared, stages);
   }

@@ -38,7 +38,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous vector or matrix on the device of ``like``, which must be the current one if CUDA."""
-    if _empty_on_current_device is None or not like.is_cuda:
+    # Under deterministic algorithms PyTorch's own fills what is empty, so that whoever reads it shows.
+    if _empty_on_current_device is None or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
         return torch.empty(size, dtype=dtype, device=like.device)
     strides = (size[1], 1) if len(size) == 2 else (1,) * len(size)
     made: Tensor = _empty_on_current_device(tuple(size), strides, dtype)

@@ -15,6 +15,8 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.launch import launch
 
+MOST_ROWS = 256
+
 
 @triton.jit
 def _add_up(partials, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -46,8 +48,9 @@ def added_up(partials: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
     totals = [buffers.empty(partial, (columns,), dtype) for partial, dtype in zip(partials, dtypes, strict=True)]
     more = (partials[1], totals[1]) if len(partials) > 1 else (None, None)
     # 128 programs and 128 bytes of a row for each even of 4096 columns: the whole GPU reads.
+    rows = min(max(triton.next_power_of_2(count), 16), MOST_ROWS)  # at once: each turn of the loop waits for memory
     launch(
         _add_up_kernel, (triton.cdiv(columns, 32), len(partials)),
-        partials[0], totals[0], *more, count, columns, ROWS=64, COLUMNS=32, num_warps=4,
+        partials[0], totals[0], *more, count, columns, ROWS=rows, COLUMNS=32, num_warps=8 if rows > 64 else 4,
     )  # fmt: skip
     return totals

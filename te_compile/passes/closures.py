@@ -24,6 +24,7 @@ from torch.fx import Node
 from te_compile.ops.pointwise import DTYPES, Operand, Place, Result, Spec, SpecBuilder, SpecError
 from te_compile.passes.parts import Parts, parts_of
 from te_compile.passes.pointwise_nodes import (
+    CASTS,
     CONSTANTS,
     COPIES,
     VIEWS,
@@ -340,7 +341,8 @@ def find_closure(root: Node, space: IndexSpace, reader: Node, emitted: bool, sum
     def results(z: str) -> tuple[list[Result], list[Result]]:
         return [Result(z, dtype)] if emitted else [], [Result(z, each) for each in of_sums]
 
-    serves = frozenset({reader, *sums, *(source for total in sums for source in total.all_input_nodes)})
+    behind_casts = (tensor_arguments(total)[0] for total in sums if total.target in CASTS)
+    serves = frozenset({reader, *sums, *behind_casts})
     try:
         spec, leaves = spec_of(start, joined, space, serves, results)
     except SpecError:

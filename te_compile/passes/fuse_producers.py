@@ -139,10 +139,18 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
     behind_casts = [tensor_arguments(total)[0] for total in readers.sums if total.target in CASTS]
     for node in (quantize, *readers.sums, *behind_casts):
         graph.erase_node(node)
-    for node in sorted({*readers.views, readers.root, *(item.node for item in closure.joined)}, reverse=True):
-        if not node.users and (is_pointwise(node) or node.target is aten.cat.default):
-            graph.erase_node(node)
+    _erase_dead({*readers.views, readers.root, *(item.node for item in closure.joined)})
     return rewired
+
+
+def _erase_dead(nodes: set[Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads any more, and what was made for them alone."""
+    while nodes:
+        node = max(nodes)
+        nodes.discard(node)
+        if not node.users and (is_pointwise(node) or node.target is aten.cat.default):
+            nodes.update(node.all_input_nodes)
+            node.graph.erase_node(node)
 
 
 def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:

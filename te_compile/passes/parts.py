@@ -64,17 +64,17 @@ def parts_of(node: Node, rows: Any, columns: int) -> Parts | None:
 
 
 def _one_part(node: Node, rows: Any, columns: int) -> Parts | None:
-    """``node``, or the tensor that it is a copy of under this or another shape, as it lies in memory."""
-    source: Node | None = node
-    while source is not None:
-        value = value_of(source)
-        if value is None:
-            return None
-        shape = as_heads(value, rows, columns)
+    """The first tensor, as it lies in memory, that ``node`` is a copy of under this or another shape; or itself."""
+    found, source = None, node
+    while value_of(source) is not None:
+        shape = as_heads(value_of(source), rows, columns)
         if shape is not None:
-            return Parts((source,), (shape,), (columns,))
-        source = _source(source)
-    return None
+            found = Parts((source,), (shape,), (columns,))
+        before = _source(source)
+        if before is None:
+            break
+        source = before
+    return found
 
 
 def _source(node: Node) -> Node | None:
@@ -87,9 +87,11 @@ def _source(node: Node) -> Node | None:
     return source if b is not None and b.dtype == a.dtype and same(a.numel(), b.numel()) else None
 
 
-def as_heads(value: Tensor, rows: Any, columns: int) -> tuple[Any, ...] | None:
+def as_heads(value: Tensor | None, rows: Any, columns: int) -> tuple[Any, ...] | None:
     """[A, S, G, D] as which ``value`` can be seen without a copy, A · S = rows and G · D = columns, the innermost
     dimension in one piece; None if its strides do not allow it."""
+    if value is None:
+        return None
     shape, strides = tuple(value.shape), value.stride()
     cut = _cut(shape, rows, columns)
     if cut is None:

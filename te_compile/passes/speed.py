@@ -5,20 +5,20 @@ operands and writing their FP8 copies, and for the launches of the kernels that 
 step have a fixed price, which does not shrink with the tensors: below some size the GPU waits for the host, and what
 FP8 saves on the device is lost. ``step_cost`` weighs the two.
 
-The device's constants are those of an H200. ``python -m benchmarks.constants`` measures them on the machine at hand
-and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only has to find the
-sign.
+All constants were measured on an H200 by ``python -m benchmarks.constants``, which measures them on the machine at
+hand and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only has to find
+the sign.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BF16_FLOPS_PER_MICROSECOND = 650e6
-FP8_FLOPS_PER_MICROSECOND = 1200e6
-ATTENTION_FLOPS_PER_MICROSECOND = 400e6
-BYTES_PER_MICROSECOND = 3.2e6
-LAUNCH_MICROSECONDS = 4.0
+BF16_FLOPS_PER_MICROSECOND = 688e6
+FP8_FLOPS_PER_MICROSECOND = 1289e6
+ATTENTION_FLOPS_PER_MICROSECOND = 429e6
+BYTES_PER_MICROSECOND = 3.7e6
+LAUNCH_MICROSECONDS = 2.7
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,11 @@ class HostCost:
         return self.step + self.linear * linears
 
 
-# Estimates: a layer of four linears at hidden 512, where the GPU waits, took 1.6 ms a training step under torch.compile
-# and 4.4 ms with every linear in FP8; a decoding step of 28 linears 1.3 ms. How a step and its linears share them is
-# assumed, and so is inference in FP8.
-HIGH_PRECISION_TRAINING = HostCost(step=400.0, linear=300.0)
-FP8_TRAINING = HostCost(step=2400.0, linear=500.0)
-HIGH_PRECISION_INFERENCE = HostCost(step=60.0, linear=45.0)
-FP8_INFERENCE = HostCost(step=300.0, linear=125.0)
+# Those of a cloud machine with an H200. Hosts differ by a factor of two, but in both columns alike.
+HIGH_PRECISION_TRAINING = HostCost(step=867.0, linear=198.0)
+FP8_TRAINING = HostCost(step=1765.0, linear=443.0)
+HIGH_PRECISION_INFERENCE = HostCost(step=0.0, linear=87.0)
+FP8_INFERENCE = HostCost(step=379.0, linear=101.0)
 
 LEAST_GAIN = 0.05
 """What a whole step must gain by estimate before it is touched: an estimate is not better than that."""
@@ -85,15 +83,16 @@ def fp8_microseconds(
     """
     more_in, more_out = padding
     rows, columns = in_features + more_in, out_features + more_out
-    # Each operand is read once in 16 bit and written once (inference) or twice (both layouts) in FP8.
+    # Each operand is read once in 16 bit and written once (inference) or twice (both layouts) in FP8. In inference the
+    # copies of weights are kept from call to call.
     copies = 2 if training else 1
-    elements = tokens * rows + weights * rows * columns + (tokens * columns if training else 0)
+    elements = tokens * rows + (weights * rows * columns + tokens * columns if training else 0)
     launches = 3 if training else 1
     # A padded activation or a result cut to size is written once more, by a kernel that does what stands around it too;
     # and its gradient. The padded weight, and its gradient, are copied by kernels of their own.
     passes = 2 if training else 1
     written = 2 * tokens * ((in_features if more_in else 0) + (out_features if more_out else 0))
-    copied = 4 * weights * in_features * out_features if more_in or more_out else 0
+    copied = 4 * weights * in_features * out_features if training and (more_in or more_out) else 0
     quantizing = (elements * (2 + copies) + passes * (written + copied)) / BYTES_PER_MICROSECOND
     products = _products(tokens, rows, columns, FP8_FLOPS_PER_MICROSECOND, 1.0, training)
     return products + quantizing + launches * LAUNCH_MICROSECONDS

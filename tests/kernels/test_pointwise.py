@@ -187,3 +187,58 @@ def test_an_empty_batch_writes_nothing_but_its_scale(device: str) -> None:
     inputs = inputs_of(EVERY_PLACE, 0, 24, device)
     arguments = (inputs, None, EVERY_PLACE, FP8[0], True, True, ScaleRule())
     assert_same(pointwise.fused_quantize(*arguments, measure=True, tile=SMALL), fused_quantize_reference(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("widths", "heads", "rows", "head"),
+    [
+        ((32, 32, 32), (2, 2, 2), (2, 32), 32),  # q, k and v of each head together
+        ((32, 32, 32), (1, 1, 1), (3, 21), 32),  # tiles that reach over two sequences
+        ((128, 64, 64), (4, 2, 2), (2, 40), 32),  # all of q, then fewer heads of k and v
+        ((96,), (3,), (1, 17), 32),  # heads alone
+        ((24, 24), (2, 2), (2, 9), 24),  # too narrow for tiles of their own: joined beforehand
+    ],
+    ids=str,
+)
+def test_parts_are_read_where_they_lie(
+    widths: tuple[int, ...], heads: tuple[int, ...], rows: tuple[int, int], head: int, device: str
+) -> None:
+    text = (
+        f"x0: bfloat16[M, K of {' + '.join(map(str, widths))}]; x1: float32[M, K]; t0 = mul(x0, x1); t1 = bfloat16(t0)"
+    )
+    spec = Spec.parse(f"{text}; quantize t1; emit t1: bfloat16; sum t1: float32")
+    batch, length = rows
+    parts = [torch.randn(batch, n, length, head, device=device).bfloat16().transpose(1, 2) for n in heads]
+    other = torch.randn(batch * length, sum(heads) * head, device=device)
+    scale = torch.rand((), device=device) * 8 + 0.1
+    arguments = ([*parts, other], scale, spec, FP8[0], True, True, ScaleRule())
+    expected = fused_quantize_reference(*arguments)
+    for tile in (None, Tile(16, 64, 4), Tile(16, 32, 4, 2)):
+        assert_same(pointwise.fused_quantize(*arguments, measure=False, tile=tile), expected)
+    assert_same(pointwise.fused_quantize(*arguments, measure=True), expected)
+
+
+def test_parts_without_unit_stride_are_joined_beforehand(device: str) -> None:
+    spec = Spec.parse("x0: float32[M, K of 128]; quantize x0")
+    part = torch.randn(2, 8, 64, 2, device=device).transpose(2, 3)
+    assert part.stride(3) == 2
+    arguments = ([part], None, spec, FP8[0], True, True, ScaleRule())
+    assert_same(pointwise.fused_quantize(*arguments, measure=True), fused_quantize_reference(*arguments))
+
+
+@pytest.mark.parametrize("rows", [16, 64, 65, 200])
+def test_a_program_with_several_tiles_sums_all_of_them(rows: int, device: str) -> None:
+    spec = Spec.parse(
+        "x0: float32[M, K]; t0 = exp(x0); quantize t0; emit t0: float32; sum t0: float32; sum x0: bfloat16"
+    )
+    arguments = (
+        inputs_of(spec, rows, 40, device),
+        torch.tensor(9.0, device=device),
+        spec,
+        FP8[0],
+        True,
+        True,
+        ScaleRule(),
+    )
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=Tile(16, 32, 4, 4))
+    assert_same(got, fused_quantize_reference(*arguments))

@@ -169,3 +169,29 @@ def test_a_nan_is_never_swallowed(operation: str) -> None:
         assert z.unique().tolist() == [0.0]
     else:
         assert z.isnan().all()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_parts_lie_beside_each_other_again_and_again(groups: int) -> None:
+    widths = (8, 2, 5)
+    text = "x0: float32[M, K of 8 + 2 + 5]; x1: float32[M, 1]; t0 = mul(x0, x1); quantize t0"
+    spec = Spec.parse(text)
+    assert spec.text() == text
+    parts = [torch.randn(2, width * groups, 4, 1).permute(0, 2, 1, 3) for width in widths]  # [A, S, G, D] and strided
+    column = torch.randn(8, 1)
+    by_hand = [
+        part.reshape(8, -1)[:, group * width : (group + 1) * width]
+        for group in range(groups)
+        for part, width in zip(parts, widths, strict=True)
+    ]
+    assert extent(spec, [*parts, column]) == (8, 15 * groups)
+    z, _, _ = evaluate(spec, [*parts, column])
+    assert torch.equal(z, torch.cat(by_hand, 1) * column)
+
+
+def test_only_whole_matrices_have_parts_and_all_of_them_are_given() -> None:
+    for text in ("x0: float32[K of 4 + 4]; quantize x0", "x0: float32[M, K of 4 + 0]; quantize x0"):
+        with pytest.raises(SpecError, match="parts"):
+            Spec.parse(text)
+    with pytest.raises(SpecError, match="2 tensors"):
+        extent(Spec.parse("x0: float32[M, K of 4]; quantize x0"), [torch.zeros(1, 2, 1, 4)] * 2)

@@ -1,0 +1,81 @@
+"""Memory for kernels: shapes, and amaxes that are 0 when their turn comes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_compile.kernels import buffers
+
+BF16 = torch.bfloat16
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(), (0,), (7,), (3, 5), (0, 4)])
+def test_empty_is_contiguous_and_as_asked_for(device: str, size: tuple[int, ...]) -> None:
+    like = torch.zeros(2, device=device)
+    made = buffers.empty(like, size, BF16)
+    assert made.shape == size and made.dtype == BF16 and made.device == like.device and made.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_of_a_quantize(device: str) -> None:
+    like = torch.zeros(2, device=device)
+    q, qt, amax, scale_inv = buffers.quantized(like, 20, 12, torch.float8_e4m3fn, True, True)
+    assert q.shape == (20, 12) and qt.shape == (12, 32) and amax.shape == scale_inv.shape == ()
+    q, qt, _, _ = buffers.quantized(like, 20, 12, torch.float8_e4m3fn, False, False)
+    assert q.shape == qt.shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_amax_is_zero_and_none_is_given_twice(device: str) -> None:
+    like = torch.zeros(2, device=device)
+    made = [buffers.amax(like) for _ in range(2 * buffers.AMAXES + 3)]
+    assert not torch.stack(made).any()
+    assert len({amax.data_ptr() for amax in made}) == len(made)
+    assert all(amax.dtype == torch.float32 and amax.data_ptr() % 16 == 0 for amax in made)
+
+
+def test_an_amax_made_in_inference_mode_serves_a_training() -> None:
+    like = torch.zeros(2, device="cuda" if torch.cuda.is_available() else "cpu")
+    with torch.inference_mode():
+        buffers._cleared.clear()
+        buffers.amax(like)
+    if like.is_cuda:
+        assert not buffers.amax(like).is_inference()
+
+
+@on_gpu
+def test_a_graph_clears_its_own_amaxes_at_every_replay() -> None:
+    like = torch.zeros(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        amax = buffers.amax(like)
+        amax += 1
+    for _ in range(2):
+        graph.replay()
+    assert amax == 1
+    assert buffers.amax(like) == 0
+
+
+@on_gpu
+def test_streams_do_not_share_amaxes() -> None:
+    like, other = torch.zeros(2, device="cuda"), torch.cuda.Stream()
+    buffers.amax(like)
+    with torch.cuda.stream(other):
+        buffers.amax(like)
+    stocks = [stock for (_, _), stock in buffers._cleared.items()]
+    blocks = {stock[-1].untyped_storage().data_ptr() for stock in stocks if stock}
+    assert len(blocks) == len([stock for stock in stocks if stock]) >= 2
+
+
+@on_gpu
+def test_where_graphs_are_compiled_to_cuda_graphs_each_amax_is_cleared_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "_lending", {"stopped": False})
+    like = torch.zeros(2, device="cuda")
+    buffers.stop_lending()
+    assert buffers.amax(like).untyped_storage().nbytes() == 4
