@@ -155,8 +155,9 @@ def _erase_dead(nodes: set[Node]) -> None:
 
 def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
     """The leaf in the shape that the spec declares, a view of it if need be."""
-    if leaf.shape is not None:
-        return reshaped(leaf.node, [size if isinstance(size, int) else -1 for size in leaf.shape], quantize)
+    if leaf.shape is not None:  # a view, but no demand for one: an operator may lay out its result as nobody foretold
+        shape = [size if isinstance(size, int) else -1 for size in leaf.shape]
+        return call_like(aten.reshape.default, (leaf.node, shape), quantize)
     wanted = {Place.FULL: [-1, columns], Place.ROW: [-1], Place.COLUMN: [-1, 1], Place.SCALAR: []}[leaf.place]
     node, value = leaf.node, leaf.node.meta["val"]
     if leaf.place is not Place.FULL and not value.is_contiguous():

@@ -54,13 +54,26 @@ def parts_of(node: Node, rows: Any, columns: int) -> Parts | None:
     for source in sources:
         width = _shape(source)[dimension] * after
         part = _one_part(source, rows, columns // (shape[dimension] * after) * width) if width else None
-        if part is None or not _is_long(math.gcd(width, part.shapes[0][3])):
+        if part is None or not _is_long(math.gcd(width, part.shapes[0][3])) or not _alike(part.nodes[0], node):
             return None
         found.append(part)
         widths.append(width)
-    if any(not all_same(part.shapes[0][:2], found[0].shapes[0][:2]) for part in found):
-        return None
-    return Parts(tuple(part.nodes[0] for part in found), tuple(part.shapes[0] for part in found), tuple(widths))
+    shapes = _with_equal_rows([part.shapes[0] for part in found])
+    return None if shapes is None else Parts(tuple(part.nodes[0] for part in found), shapes, tuple(widths))
+
+
+def _alike(node: Node, other: Node) -> bool:
+    """Are both of one dtype, on one device? ``cat`` promotes."""
+    a, b = value_of(node), value_of(other)
+    return a is not None and b is not None and a.dtype == b.dtype and a.device == b.device
+
+
+def _with_equal_rows(shapes: list[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...] | None:
+    """The shapes [A, S, G, D] with one A and S for all; rows that can be walked in one go can be cut anywhere."""
+    outer, inner = next((shape[:2] for shape in shapes if not same(shape[0], 1)), shapes[0][:2])
+    if all(all_same(shape[:2], (outer, inner)) or same(shape[0], 1) for shape in shapes):
+        return tuple((outer, inner, *shape[2:]) for shape in shapes)
+    return None
 
 
 def _one_part(node: Node, rows: Any, columns: int) -> Parts | None:

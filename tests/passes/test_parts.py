@@ -67,6 +67,15 @@ def test_a_cast_of_a_column_sum_is_the_producers() -> None:
     assert "convert" not in names(graph)
 
 
+def test_parts_that_cat_would_promote_are_joined_as_before() -> None:
+    def function(q: Tensor, k: Tensor) -> Any:
+        return quantized(torch.cat([side_by_side(q), side_by_side(k)], 2))
+
+    graph_module = traced(function, heads().bfloat16(), heads())
+    fuse_producers(graph_module.graph)
+    assert "cat" in names(graph_module.graph)
+
+
 @pytest.mark.parametrize("which", ["other reader", "narrow heads", "joined along rows", "too many"])
 def test_what_cannot_be_read_in_parts_is_joined_as_before(which: str) -> None:
     def function(*parts: Tensor) -> Any:
