@@ -21,6 +21,7 @@ from te_compile.passes.arguments import arguments_of, is_te, operator_of
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 _MOST_OPERATIONS = 5  # in one description
+_ADDED = (("forward", "y", "residual added"), ("dgrad", "dx", "another gradient added"))
 
 # How AOTAutograd spells what people call by one word. For reading alone: nothing is decided by these.
 _WORDS = (
@@ -42,10 +43,11 @@ class Use:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """What x and dy were quantised together with; nothing for one that was not."""
+        """What x and dy were quantised with, nothing for one that was quantised alone, and what the products add."""
         forward, backward = self.gemms.get("forward"), self.gemms.get("dgrad") or self.gemms.get("wgrad")
         found = (("x", forward), ("dy", backward))
-        texts = ((which, producer_text(producer_of(gemm), which)) for which, gemm in found if gemm is not None)
+        texts = [(which, producer_text(producer_of(gemm), which)) for which, gemm in found if gemm is not None]
+        texts += [(which, text) for product, which, text in _ADDED if _adds(self.gemms.get(product))]
         return tuple(f"{which}: {text}" for which, text in texts if text)
 
     @property
@@ -54,6 +56,10 @@ class Use:
         producers = [producer for gemm in self.gemms.values() if (producer := producer_of(gemm)) is not None]
         parts = (("gemm", self.gemms.values()), ("quantize", producers))
         return ", ".join(f"{what} {names}" for what, nodes in parts if (names := _implementations(nodes)))
+
+
+def _adds(gemm: Node | None) -> bool:
+    return gemm is not None and arguments_of(gemm).get("addend") is not None
 
 
 def _implementations(nodes: Iterable[Node]) -> str:
