@@ -120,6 +120,10 @@ def test_every_linear_of_a_llama_is_a_row_under_its_own_name() -> None:
     assert rows["model.layers.0.self_attn.q_proj"].fused[0] == "x: norm (rms), shared by 3"
     assert any(text.startswith("x: ") and "silu" in text for text in rows["model.layers.1.mlp.down_proj"].fused)
     assert any(text.startswith("dy: ") for text in rows["model.layers.0.mlp.gate_proj"].fused)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert "y: residual added" in rows[f"model.layers.0.{name}"].fused
+    sharing = [rows[f"model.layers.1.self_attn.{which}_proj"].fused for which in "qkv"]
+    assert sum("dx: another gradient added" in fused for fused in sharing) == 2
     assert all(row.recipe == "delayed" and row.implementation for row in report.rows if row.status == "fp8")
     assert report.fp8_flops_fraction == 1.0 and report.training and not report.breaks
 
