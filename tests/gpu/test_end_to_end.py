@@ -102,10 +102,11 @@ def test_no_reference_runs_where_there_is_a_kernel() -> None:
     model = on_gpu()
     with manager.recording() as records:
         train_step(model, fast_on_gpu(model, compiler="aot_eager"), data())
-    operators = "quantize fused_quantize norm_quantize norm_backward gemm quantize_weights update_scales_"
-    for operator in operators.split():
+    for operator in ["quantize", "fused_quantize", "norm_quantize", "norm_backward", "gemm", "update_scales_"]:
         chosen = {arguments_of(node)["implementation"] for node in te_nodes(records[0], operator)}
         assert registry.REFERENCE not in chosen, operator
+    of_weights = [name for group in records[0].plan.groups for name in group.implementations.values()]
+    assert of_weights and registry.REFERENCE not in of_weights
     # x itself wants no gradient here, so the first norm adds none to that of the residual.
     residuals = [arguments_of(node)["residual"] is not None for node in te_nodes(records[0], "norm_backward")]
     assert sorted(residuals) == [False, True]
