@@ -24,6 +24,7 @@ def _missing(enumeration: type[Any], value: object) -> Any:
     member: Any = str.__new__(enumeration, NAME)
     member._name_ = member._value_ = NAME
     enumeration._value2member_map_[NAME] = member
+    enumeration._member_map_[NAME] = member  # where Python before 3.11.4 finds it again to copy it
     return member
 
 

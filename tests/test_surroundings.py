@@ -404,6 +404,14 @@ def test_trainer_knows_the_backend_by_its_name_alone(tmp_path: Path, monkeypatch
     assert sum(site.status == "fp8" for record in records for site in record.plan.sites) >= 7
 
 
+def test_the_name_can_be_copied_by_every_python() -> None:
+    """accelerate copies its settings; before 3.11.4 Python copies a member by looking its name up."""
+    backends = pytest.importorskip("accelerate.utils.dataclasses").DynamoBackend
+    member = backends("TE_FP8")
+    assert backends.__members__["TE_FP8"] is member
+    assert copy.deepcopy(member) is member
+
+
 # --- random numbers ------------------------------------------------------------------------------------------------
 
 
