@@ -67,9 +67,11 @@ def amax(like: Tensor) -> Tensor:
         return like.new_zeros((), dtype=torch.float32)
     device = like.get_device()
     stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), [])
-    if not stock:
-        stock.extend(_clear(AMAXES, like.device))
-    return stock.pop()
+    while True:
+        try:
+            return stock.pop()  # without a look first: another thread on this stream may take the last one
+        except IndexError:
+            stock.extend(_clear(AMAXES, like.device))
 
 
 def _clear(count: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,6 +38,31 @@ def test_every_amax_is_zero_and_none_is_given_twice(device: str) -> None:
     assert not torch.stack(made).any()
     assert len({amax.data_ptr() for amax in made}) == len(made)
     assert all(amax.dtype == torch.float32 and amax.data_ptr() % 16 == 0 for amax in made)
+
+
+def test_threads_that_share_a_stream_each_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes the last amax between another's look and its hand."""
+
+    class OnCuda:
+        is_cuda, device = True, torch.device("cpu")
+
+        def get_device(self) -> int:
+            return 0
+
+    class Raced(list[torch.Tensor]):
+        def extend(self, more: Any) -> None:
+            super().extend(more)
+            if len(raced) < 2:
+                raced.append(len(self))
+                self.clear()
+
+    raced: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(buffers, "_lending", {"stopped": False})
+    monkeypatch.setattr(buffers, "_cleared", {(0, 5): Raced()})
+    assert buffers.amax(OnCuda()) == 0  # type: ignore[arg-type]  # what is asked of a tensor, and no more
+    assert raced == [buffers.AMAXES] * 2
 
 
 def test_an_amax_made_in_inference_mode_serves_a_training() -> None:
