@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def tiny_steps(variant: str, compiler: str, calls: int) -> dict[str, HostCost]:
         x, dy = layer.data(TINY)
         runnable = growth.compiled(variant, stack, compiler)
         growth.settle(runnable, x, dy)
-        times["training"].append(1e6 * seconds_a_call(lambda r=runnable: layer.train_step(r, x, dy), calls))  # noqa: B023
-        times["inference"].append(1e6 * seconds_a_call(lambda r=runnable: growth.forward(r, x), calls))  # noqa: B023
+        times["training"].append(1e6 * seconds_a_call(partial(layer.train_step, runnable, x, dy), calls))
+        times["inference"].append(1e6 * seconds_a_call(partial(growth.forward, runnable, x), calls))
     linears = [LINEARS_A_LAYER * count for count in STACKS]
     return {work: host_cost(*each, linears) for work, each in times.items()}
 

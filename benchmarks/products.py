@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,6 @@ def rows() -> Iterator[Row]:
             return close(got, a, b)
 
         for by, multiply in (*ours, ("torch", scaled_mm)):
-            call = lambda a=a, b=b, multiply=multiply, how=accumulation: multiply(a, b, how)  # noqa: E731
-            yield row_of(product, by, call, check)
+            yield row_of(product, by, partial(multiply, a, b, accumulation), check)
         high_a, high_b = a.bfloat16(), b.bfloat16()
         yield row_of(product, "torch", lambda a=high_a, b=high_b: a @ b.t(), check, kind=", bf16")
