@@ -16,6 +16,7 @@ _MASKS = {
     "kept": "mask kept",
 }
 _PRECISIONS = {"kept": "kept in high precision"}
+_KERNELS = {"cudnn": "on cuDNN, ahead of PyTorch's order"}
 _HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
 
 
@@ -35,6 +36,7 @@ class AttentionRow:
     heads_reason: why they stay copied.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
+    kernel: "cudnn" where that was chosen ahead of what PyTorch would run; empty where the choice is PyTorch's.
     """
 
     name: str
@@ -46,6 +48,7 @@ class AttentionRow:
     heads_reason: str = ""
     precision: str = ""
     precision_reason: str = ""
+    kernel: str = ""
 
     @property
     def runs_as(self) -> str:
@@ -63,5 +66,6 @@ class AttentionRow:
             (_PRECISIONS.get(self.precision), self.precision_reason),
             (_MASKS.get(self.mask), self.mask_reason),
             (_HEADS.get(self.heads), self.heads_reason),
+            (_KERNELS.get(self.kernel), ""),
         )
         yield from (f"{what}: {why}" if why else what for what, why in told if what)

@@ -265,6 +265,7 @@ def _attentions(
             heads_reason=each.heads_reason,
             precision=each.precision,
             precision_reason=each.precision_reason,
+            kernel=each.kernel,
         )
 
 

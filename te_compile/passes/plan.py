@@ -92,6 +92,7 @@ class Attention:
     that call already) or "stays", with its ``reason``. ``mask`` is "none", "is_causal" (the call's own flag),
     "folded_causal", "folded_all" or "kept"; ``heads`` of keys and values are "undone" copies, "copied", or "" where no
     copies were made. Either reason says why something was left. Nothing is known of masks and heads of what stays.
+    ``kernel`` is the name of the one that was chosen for it, "" where the choice is PyTorch's.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Attention:
     heads_reason: str = ""
     precision: str = ""
     precision_reason: str = ""
+    kernel: str = ""
 
 
 @dataclass

@@ -1,0 +1,74 @@
+"""Attention on cuDNN where PyTorch's order would run flash: the same results and gradients, by cuDNN's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_compile.passes import manager
+from te_compile.passes.prefer_cudnn import is_faster_on
+from tests.compiling import compiled, cosine
+
+HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device on which cuDNN's attention is the fastest"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
+
+UNTOUCHED = [1, 2, 0, 3, 4]
+
+
+@pytest.fixture(autouse=True)
+def flash_comes_first() -> Iterator[None]:
+    """As where PyTorch finds an older cuDNN."""
+    q = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+    torch._fused_sdp_choice(q, q, q)  # PyTorch sets its order at the first look
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(UNTOUCHED)
+    yield
+    torch._C._set_sdp_priority_order(before)
+
+
+class Attention(nn.Module):
+    """Packed projection, causal attention, and the heads joined by a view."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_and_gradients_are_those_of_flash(dtype: torch.dtype) -> None:
+    model = Attention(512, 4).to("cuda", dtype)
+    x = torch.randn(2, 256, 512, device="cuda", dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    with manager.recording() as compilations:
+        fast = compiled(model, exclude=["*"])
+        y = fast(x)
+    assert [each.kernel for compilation in compilations for each in compilation.plan.attentions] == ["cudnn"]
+    expected = model(x)
+    got, wanted = (torch.autograd.grad(each, [x, *model.parameters()], dy) for each in (y, expected))
+    assert cosine(y, expected) > 0.9999
+    assert all(cosine(one, other) > 0.999 for one, other in zip(got, wanted, strict=True))
+
+
+def test_the_kernels_are_cudnns() -> None:
+    model = Attention(512, 4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fast = compiled(model, exclude=["*"])
+    fast(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fast(x).sum().backward()
+        torch.cuda.synchronize()
+    names = [each.key for each in profile.key_averages()]
+    assert any("cudnn" in name for name in names) and not any("flash" in name and "cudnn" not in name for name in names)

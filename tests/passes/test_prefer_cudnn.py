@@ -1,0 +1,168 @@
+"""cuDNN's attention is put where PyTorch would run a slower one, and nowhere that somebody else has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_compile.passes import prefer_cudnn as module
+from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.find_attentions import find_attentions
+from te_compile.passes.plan import Plan
+from te_compile.passes.prefer_cudnn import CUDNN_ATTENTION, prefer_cudnn
+from te_compile.passes.recognise_attention import recognise_attention
+from te_compile.passes.regions import regions_of
+from te_compile.passes.text import ops_text
+from tests.capturing import captured
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+HEADS, LENGTH, WIDTH = 4, 128, 64
+UNTOUCHED = [1, 2, 0, 3, 4]
+
+
+@pytest.fixture(autouse=True)
+def a_device_with_an_old_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where PyTorch runs flash though cuDNN is faster; on the CPU nothing of this is."""
+    monkeypatch.setattr(module, "is_faster_on", lambda device: True)
+    monkeypatch.setattr(module, "cudnn_version", lambda: (9, 14, 0))
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(UNTOUCHED)
+    yield
+    torch._C._set_sdp_priority_order(before)
+
+
+def heads(length: int = LENGTH, dtype: torch.dtype = torch.bfloat16, count: int = HEADS) -> Tensor:
+    """[B, H, S, D] as a view of [B, S, H, D], as models have it."""
+    return torch.randn(2, length, count, WIDTH, dtype=dtype).transpose(1, 2)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
+
+
+def passed(
+    run: Callable[..., Tensor], *inputs: Tensor, can_run: Callable[[Node], bool] = lambda node: True
+) -> tuple[int, GraphModule, Plan]:
+    gm, _ = captured(run, *inputs)
+    recognise_attention(gm.graph)
+    regions, left = regions_of(gm)
+    plan = Plan()
+    find_attentions(regions, left, plan)
+    count = prefer_cudnn(regions, plan, can_run)
+    gm.graph.lint()
+    return count, gm, plan
+
+
+def test_attention_goes_to_cudnn() -> None:
+    count, gm, plan = passed(causal, heads(), heads(), heads())
+    (call,) = (node for node in gm.graph.nodes if node.target is CUDNN_ATTENTION)
+    assert count == 1 and F.scaled_dot_product_attention not in {node.target for node in gm.graph.nodes}
+    assert call.args[3:] == (None, True, 0.0, True, False) and call.kwargs == {"scale": 0.25}
+    (attention,) = plan.attentions
+    assert attention.kernel == "cudnn" and attention.node is call and attention.mask == "is_causal"
+
+
+def test_the_result_lies_in_memory_as_before() -> None:
+    contiguous = [heads().contiguous() for _ in range(3)]
+    for inputs in ([heads(), heads(), heads()], contiguous):
+        gm, _ = captured(causal, *inputs)
+        (before,) = (value_of(node) for node in gm.graph.nodes if "attention" in str(node.target))
+        _, changed, _ = passed(causal, *inputs)
+        (output,) = changed.graph.output_node().args[0]
+        assert value_of(output).stride() == before.stride() and value_of(output).shape == before.shape
+
+
+def test_nothing_is_saved_for_a_backward_that_cannot_come() -> None:
+    with torch.no_grad():
+        _, gm, _ = passed(causal, heads(), heads(), heads())
+    (call,) = (node for node in gm.graph.nodes if node.target is CUDNN_ATTENTION)
+    assert call.args[4] is False
+
+
+def test_shared_key_heads_go_along() -> None:
+    def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    count, gm, _ = passed(shared, heads(), heads(count=2), heads(count=2))
+    (output,) = gm.graph.output_node().args[0]
+    assert count == 1 and value_of(output).shape == (2, HEADS, LENGTH, WIDTH)
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=q[..., :1].mT.expand(-1, -1, q.shape[2], -1) > 0)
+
+
+def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+
+def where_the_model_chooses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("run", [with_mask, with_dropout, where_the_model_chooses], ids=lambda run: run.__name__)
+def test_other_calls_stay(run: Callable[..., Tensor]) -> None:
+    count, gm, _ = passed(run, heads(), heads(), heads())
+    assert count == 0 and "scaled_dot_product_attention" in ops_text(gm.graph)
+
+
+def test_casts_of_an_autocast_are_not_lost() -> None:
+    assert passed(under_autocast, *(heads(dtype=torch.float32) for _ in range(3)))[0] == 0
+
+
+@pytest.mark.parametrize("lengths", [(100, 128), (128, 100)], ids=str)
+def test_lengths_that_older_versions_read_past_stay(lengths: tuple[int, int]) -> None:
+    queries, keys = lengths
+    count, _, _ = passed(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), heads(queries), heads(keys), heads(keys)
+    )
+    assert count == 0
+
+
+def test_what_cudnn_cannot_run_stays() -> None:
+    assert passed(causal, heads(), heads(), heads(), can_run=lambda node: False)[0] == 0
+
+
+def test_what_is_asked_of_pytorch_can_be_answered() -> None:
+    """Without a device the answer is no, but it is one."""
+    assert passed(causal, heads(), heads(), heads(), can_run=prefer_cudnn.__defaults__[0])[0] == 0
+
+
+def test_a_recognised_dropout_has_no_draw_to_keep() -> None:
+    def spelled_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(F.softmax(q @ k.mT * 0.125, dim=-1), 0.1) @ v
+
+    count, gm, _ = passed(spelled_out, heads(), heads(), heads())
+    (call,) = (node for node in gm.graph.nodes if node.target is CUDNN_ATTENTION)
+    assert count == 1 and call.args[5] == 0.1
+
+
+def test_an_order_of_the_users_stands() -> None:
+    torch._C._set_sdp_priority_order([1, 3, 2, 0, 4])
+    assert passed(causal, heads(), heads(), heads())[0] == 0
+
+
+def test_a_kernel_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        assert passed(causal, heads(), heads(), heads())[0] == 0
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert passed(causal, heads(), heads(), heads())[0] == 0
+
+
+def test_versions_that_nobody_tried_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cudnn_version", lambda: (9, 5, 1))
+    assert passed(causal, heads(), heads(), heads())[0] == 0
