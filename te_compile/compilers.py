@@ -23,6 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
 from te_compile import __version__
+from te_compile.fallbacks import short_texts, tell_inductor
 from te_compile.kernels import buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
@@ -84,7 +85,9 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
     patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation), **_asked_of_inductor(options)}
     if captures_cuda_graphs(options):
         buffers.stop_lending()
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    tell_inductor()
+    with short_texts():
+        compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled
 
 

@@ -18,7 +18,7 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
     """
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))  # Inductor's rule for operators that say nothing
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.te, name).default

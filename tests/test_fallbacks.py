@@ -1,0 +1,80 @@
+"""Inductor knows our operators beforehand, and what it notes of others stays short however deep the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config, exc, graph
+from torch._inductor.lowering import lowerings
+
+from te_compile.backend import te_fp8
+from te_compile.fallbacks import short_texts, te_operators, tell_inductor
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+LAYERS = 6
+
+
+@torch.library.custom_op("te_compile_tests::users_own", mutates_args=())
+def users_own(x: Tensor) -> Tensor:
+    """An operator that Inductor has not heard of."""
+    return x + 1
+
+
+@users_own.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Deep(nn.Module):
+    """A residual stream that each layer reads twice, its sums in the products: one operator of ours after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return users_own(x)
+
+
+def test_no_operator_of_ours_is_met_unprepared() -> None:
+    tell_inductor()
+    names = {operator._schema.name for operator in te_operators()}
+    assert {"te::gemm", "te::quantize", "te::fused_quantize", "te::snapshot"} <= names
+    assert all(operator in lowerings for operator in te_operators())
+    model = Deep().layers[0]
+    with config.patch(implicit_fallbacks=False):
+        torch.compile(model, backend=te_fp8)(torch.randn(32, 16)).sum().backward()
+
+
+def test_what_is_noted_of_others_does_not_double_with_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As up to PyTorch 2.12: the text of an operator without a lowering is written whether anyone reads it or not."""
+    texts: list[str] = []
+
+    def note(message: str, *values: Any) -> None:
+        texts.extend(map(str, values))
+
+    monkeypatch.setattr(graph.log, "info", note)
+    with torch.no_grad():
+        torch.compile(Deep(), backend=te_fp8)(torch.randn(32, 16))
+    noted = [text for text in texts if "target: te_compile_tests" in text]
+    assert noted and all(len(text) < 1000 for text in noted)
+
+
+def test_a_text_names_the_operator_and_what_it_was_given() -> None:
+    text: Callable[..., str] = exc.OperatorIssue.operator_str
+    with short_texts():
+        told = exc.OperatorIssue.operator_str(torch.ops.aten.add.Tensor, [object(), [1, None]], {"alpha": 2.0})
+    assert told.splitlines() == [
+        "  target: aten.add.Tensor",
+        "  args[0]: object",
+        "  args[1]: [1, None]",
+        "  alpha: 2.0",
+    ]
+    assert exc.OperatorIssue.operator_str is text
