@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
+from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.ops.grouped_gemm import PRODUCTS
 from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
 from te_compile.passes.arguments import arguments_of, is_te, operator_of
@@ -46,7 +47,7 @@ class Use:
         """What x and dy were quantised with, nothing for one that was quantised alone, and what the products add."""
         forward, backward = self.gemms.get("forward"), self.gemms.get("dgrad") or self.gemms.get("wgrad")
         found = (("x", forward), ("dy", backward))
-        texts = [(which, producer_text(producer_of(gemm), which)) for which, gemm in found if gemm is not None]
+        texts = [(which, producer_text(gemm, which)) for which, gemm in found if gemm is not None]
         texts += [(which, text) for product, which, text in _ADDED if _adds(self.gemms.get(product))]
         return tuple(f"{which}: {text}" for which, text in texts if text)
 
@@ -78,8 +79,9 @@ def producer_of(gemm: Node) -> Node | None:
     return producer if isinstance(producer, Node) and operator_of(producer) is not None else None
 
 
-def producer_text(producer: Node | None, which: str) -> str:
-    """What ``producer`` computes besides quantising "x" or "dy"; "" for a quantize that stands alone."""
+def producer_text(gemm: Node, which: str) -> str:
+    """What computes "x" or "dy" of ``gemm`` where it is quantised; "" for a quantize that stands alone."""
+    producer = producer_of(gemm)
     if producer is None:
         return ""
     readers = {user for item in producer.users for user in item.users if is_product(user)}
@@ -91,6 +93,10 @@ def producer_text(producer: Node | None, which: str) -> str:
     elif is_te(producer, "fused_quantize"):
         spec = Spec.parse(arguments_of(producer)["spec"])
         parts = [operations_text(spec, which), "bias gradient" if spec.sums else "", shared]
+    elif is_te(producer, "fused_quantize_pair"):
+        index = arguments_of(gemm)["a"].args[1] // RESULTS_OF_ONE
+        spec = Spec.parse(arguments_of(producer)["spec"]).alone(index)
+        parts = [operations_text(spec, which), "in one pass with another gradient" if which == "dy" else "", shared]
     return ", ".join(part for part in parts if part)
 
 

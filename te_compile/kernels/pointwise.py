@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -325,13 +326,13 @@ def corner(program, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return (program // across).to(tl.int64) * ROWS, (program % across).to(tl.int64) * COLUMNS
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])
+@triton.jit(do_not_specialize_on_alignment=[{scale_names}])
 def measure(
     {inputs},
-    scale, amax, rows, columns,
+    {measured}, rows, columns,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    if must_measure(scale):
+    if {must_measure}:
         tile_m, tile_k = corner(tl.program_id(0), columns, ROWS, COLUMNS)
         m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
         in_rows, in_columns = tile_m + m < rows, tile_k + k < columns
@@ -339,21 +340,19 @@ def measure(
             {arguments},
             tile_m, tile_k, m, k, in_rows, in_columns, EVEN, WHOLE, ROWS, COLUMNS,
         )
-        record_amax(amax, largest_of(magnitude({z})))
+        {record_measured}
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])
+@triton.jit(do_not_specialize_on_alignment=[{scale_names}])
 def produce(
     {inputs},
-    {outputs}scale, q, qt, amax, scale_inv, rows, columns, padded_rows,
+    {outputs}{quantized}, rows, columns, padded_rows,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    {layouts},
     EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
-    if program == 0:
-        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
+    {scales}
     if MEASURED:
         program = tl.num_programs(0) - 1 - program  # the L2 still holds what the measuring pass read last
     first_m, tile_k = corner(program, columns, ROWS * STEPS, COLUMNS)
@@ -361,16 +360,37 @@ def produce(
     in_columns = tile_k + k < columns
     {tile}
     {sums}
-    record_amax(amax, largest_of(largest))
+    {record_largest}
 '''
+
+# What one quantised value adds to the text above, with the end of its names: "" for the first, "2" for a second one.
+_OF_EACH = {
+    "scale_names": ('"scale{n}"', ", "),
+    "measured": ("scale{n}, amax{n}", ", "),
+    "must_measure": ("must_measure(scale{n})", " | "),
+    "record_measured": ("record_amax(amax{n}, largest_of(magnitude({root}_all)))", "\n        "),
+    "quantized": ("scale{n}, q{n}, qt{n}, amax{n}, scale_inv{n}", ", "),
+    "layouts": ("ROWWISE{n}: tl.constexpr, COLUMNWISE{n}: tl.constexpr", ", "),
+    "scales": (
+        "used{n} = scale_in_use(scale{n}, amax{n}, MEASURED, TARGET, EPSILON, POWER_2)\n"
+        "    if program == 0:\n"
+        "        tl.store(scale_inv{n}, tl.div_rn(tl.full((), 1.0, tl.float32), used{n}))",
+        "\n    ",
+    ),
+    "record_largest": ("record_amax(amax{n}, largest_of(largest{n}))", "\n    "),
+}
+
+
+def _ends(spec: Spec) -> list[tuple[str, str]]:
+    """Each value that is quantised, with the end of the names that belong to it."""
+    return list(zip(spec.roots, ("", "2"), strict=False))
 
 
 def source(spec: Spec) -> str:
     """The Python text of the kernels for ``spec``."""
     parameters = [_parameters(i, given) for i, given in enumerate(spec.inputs)]
     arguments = ", ".join(name for names in parameters for name in names)
-    # What leaves the tile: z first; a value that is used twice is returned once.
-    leaving = list(dict.fromkeys([spec.quantized, *(r.value for r in (*spec.emitted, *spec.sums))]))
+    leaving = list(spec.leaving)
     body = [line for i, given in enumerate(spec.inputs) for line in _read_text(i, given)]
     body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in spelled(spec)]
     body += [f"{name}_all = whole({name}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
@@ -382,7 +402,10 @@ def source(spec: Spec) -> str:
         outputs="".join(f"{name}, " for name in outputs),
         body="\n    ".join(body),
         returned=", ".join(f"{name}_all" for name in leaving),
-        z=f"{spec.quantized}_all",
+        **{
+            name: between.join(text.format(n=end, root=root) for root, end in _ends(spec))
+            for name, (text, between) in _OF_EACH.items()
+        },
         tile="\n    ".join(_tile_text(spec, leaving, arguments)),
         sums="\n    ".join(_sum_text(i) for i, _ in enumerate(spec.sums)),
     )
@@ -390,20 +413,21 @@ def source(spec: Spec) -> str:
 
 def _tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
     """What ``produce`` does with its tiles, one below the other: more than one where columns are summed."""
-    once = ["tile_m = first_m", *_one_tile_text(spec, leaving, arguments), f"largest = {_largest_text(spec)}"]
+    once = ["tile_m = first_m", *_one_tile_text(spec, leaving, arguments)]
+    once += [f"largest{end} = {_largest_text(root)}" for root, end in _ends(spec)]
     if not spec.sums:
         return once
     zeros = "tl.zeros((ROWS // 4, COLUMNS), tl.{})"
     each = ["tile_m = first_m + step * ROWS", *_one_tile_text(spec, leaving, arguments)]
-    each.append(f"largest = tl.maximum(largest, {_largest_text(spec)})")
+    each.append(f"largest = tl.maximum(largest, {_largest_text(spec.quantized)})")
     each += [f"sum{i} += {' + '.join(f'{r.value}_{j}' for j in range(4))}" for i, r in enumerate(spec.sums)]
     start = [f"sum{i} = {zeros.format('float32')}" for i, _ in enumerate(spec.sums)]
     loop = ["for step in range(STEPS):", *(f"    {line}" for line in each)]
     return [*start, f"largest = {zeros.format('int32')}", *loop]
 
 
-def _largest_text(spec: Spec) -> str:
-    bits = [f"magnitude({spec.quantized}_{j})" for j in range(4)]
+def _largest_text(root: str) -> str:
+    bits = [f"magnitude({root}_{j})" for j in range(4)]
     return "tl.maximum(tl.maximum({}, {}), tl.maximum({}, {}))".format(*bits)
 
 
@@ -429,19 +453,27 @@ def _one_tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
             f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, WHOLE, ROWS // 4, COLUMNS,",
             ")",
         ]
-        cast += [f"scaled{j} = scaled({spec.quantized}_{j}, used)"]
+        cast += [f"scaled{end}_{j} = scaled({root}_{j}, used{end})" for root, end in _ends(spec)]
         store += [f"tl.store(e{i} + at{j}, {r.value}_{j}, mask=inside{j})" for i, r in enumerate(spec.emitted)]
-        store += ["if ROWWISE:", f"    tl.store(q + at{j}, fp8_codes(scaled{j}, E5M2), mask=inside{j})"]
-    transposed = [
-        "if COLUMNWISE:",
+        for _, end in _ends(spec):
+            codes = f"fp8_codes(scaled{end}_{j}, E5M2)"
+            store += [f"if ROWWISE{end}:", f"    tl.store(q{end} + at{j}, {codes}, mask=inside{j})"]
+    transposed = [line for _, end in _ends(spec) for line in _transposed_text(end)]
+    return [*compute, *cast, *store, *transposed]
+
+
+def _transposed_text(end: str) -> list[str]:
+    """The statements that write a tile of a qᵀ."""
+    quarters = ", ".join(f"scaled{end}_{j}" for j in range(4))
+    return [
+        f"if COLUMNWISE{end}:",
         "    # Rows from M to the padded end are zeros in z, so their codes are the padding.",
         "    words = padded_rows // 4",
-        "    qt_at = qt.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4",
+        f"    qt_at = qt{end}.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4",
         "    within = in_columns[:, None] & (tile_m // 4 + word < words)[None, :]",
-        f"    codes = tl.trans(fp8_words({', '.join(f'scaled{j}' for j in range(4))}, E5M2))",
+        f"    codes = tl.trans(fp8_words({quarters}, E5M2))",
         "    tl.store(qt_at + k[:, None] * words + word[None, :], codes, mask=within)",
     ]
-    return [*compute, *cast, *store, *transposed]
 
 
 def _file_of(text: str) -> Path:
@@ -478,10 +510,14 @@ TILE = Tile(64, 128, 8)
 # out of registers: the backward of GELU takes 249 µs for 8192 × 16384, and 310 in fours.
 SUMMING = Tile(32, 64, 2)
 SHORT, MANY = 8, 4  # so few operations, so many tiles
+# Where two values are quantised, which are twice as many codes to hold.
+PAIRED = Tile(64, 64, 8)
 
 
 def tile_for(spec: Spec) -> Tile:
     """How much a program does."""
+    if spec.second:
+        return PAIRED
     if not spec.sums:
         return TILE
     return dataclasses.replace(SUMMING, steps=MANY) if len(spec.steps) <= SHORT else SUMMING
@@ -546,6 +582,34 @@ def fused_quantize(
 
     inputs: on one device, shaped and typed as the spec declares them, any strides.
     """
+    return _produced(inputs, [scale], spec, dtype, [(rowwise, columnwise)], rule, measure, tile)
+
+
+def fused_quantize_pair(
+    inputs: list[Tensor],
+    scales: list[Tensor | None],
+    spec: Spec,
+    dtype: torch.dtype,
+    layouts: list[tuple[bool, bool]],
+    rule: ScaleRule,
+    measure: bool,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """[q, qᵀ, amax, 1 / scale] of the first value of ``spec`` and then of the second. ``measure``: a scale may be
+    absent or 0. layouts: of each value, whether q and qᵀ are wanted. See :func:`fused_quantize` for the rest."""
+    return _produced(inputs, scales, spec, dtype, layouts, rule, measure, tile)
+
+
+def _produced(
+    inputs: list[Tensor],
+    scales: list[Tensor | None],
+    spec: Spec,
+    dtype: torch.dtype,
+    layouts: list[tuple[bool, bool]],
+    rule: ScaleRule,
+    measure: bool,
+    tile: Tile | None,
+) -> list[Tensor]:
     rows, columns = extent(spec, inputs)
     tile = tile or tile_for(spec)
     common = _common_width(spec, inputs)
@@ -563,17 +627,22 @@ def fused_quantize(
     whole = all(length % tile.rows == 0 for length in lengths)
     shape = {"EVEN": even, "WHOLE": whole, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
     arguments = _kernel_arguments(spec, inputs)
+    flags = dict(zip(("ROWWISE", "COLUMNWISE", "ROWWISE2", "COLUMNWISE2"), itertools.chain(*layouts), strict=False))
     with on_device_of(x):
-        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
+        quantized = [buffers.quantized(x, rows, columns, dtype, *wanted) for wanted in layouts]
         emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
         partials = [buffers.empty(x, (turns, columns), torch.float32) for _ in spec.sums]
         if measure:
-            launch(module.measure, max(1, tiles_m * across), *arguments, scale, amax, rows, columns, **shape)
+            amaxes = itertools.chain(*((scale, of[2]) for scale, of in zip(scales, quantized, strict=True)))
+            launch(module.measure, max(1, tiles_m * across), *arguments, *amaxes, rows, columns, **shape)
+        written: list[Tensor | None] = []
+        for scale, (q, qt, amax, scale_inv) in zip(scales, quantized, strict=True):
+            written += (scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv)
         launch(
             module.produce, max(1, turns * across), *arguments, *emitted, *partials,
-            scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, rows, columns, padded(rows),
+            *written, rows, columns, padded(rows),
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
-            E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise, STEPS=steps, **shape,
+            E5M2=dtype == torch.float8_e5m2, **flags, STEPS=steps, **shape,
         )  # fmt: skip
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
-    return [q, qt, amax, scale_inv, *emitted, *sums]
+    return [*itertools.chain(*quantized), *emitted, *sums]

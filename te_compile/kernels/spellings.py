@@ -27,7 +27,7 @@ def spelled(spec: Spec) -> Iterator[tuple[str, Step]]:
     """Name and step of everything that must be computed, in order; operations may be those above besides the spec's."""
     steps = _Steps(spec)
     cheaper = {name: steps.cheaper(step) or step for name, step in steps.by_name.items()}
-    wanted = {spec.quantized, *(result.value for result in (*spec.emitted, *spec.sums))}
+    wanted = set(spec.leaving)
     for name in reversed(cheaper):
         if name in wanted:
             wanted.update(operand for operand in cheaper[name].operands if isinstance(operand, str))
@@ -40,7 +40,7 @@ class _Steps:
     def __init__(self, spec: Spec) -> None:
         self.by_name = {f"t{i}": step for i, step in enumerate(spec.steps)}
         self._uses = Counter(operand for step in spec.steps for operand in step.operands)
-        self._uses.update([spec.quantized, *(result.value for result in (*spec.emitted, *spec.sums))])
+        self._uses.update([*spec.roots, *(result.value for result in (*spec.emitted, *spec.sums))])
         self._curved = {name for name, step in self.by_name.items() if step.operation == "tanh" and self._hidden(name)}
 
     def cheaper(self, step: Step) -> Step | None:

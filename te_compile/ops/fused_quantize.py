@@ -43,7 +43,8 @@ def fused_quantize_reference(
     return [*quantize_reference(z, scale, dtype, rowwise, columnwise, rule), *emitted, *sums]
 
 
-def _check_triton(target: Target, arguments: dict[str, Any]) -> None:
+def check_triton(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported, with the reason, if no kernel can be generated for the spec in ``arguments``."""
     if target.device != "cuda":
         raise Unsupported(f"needs a CUDA device, not {target.device}")
     if target.capability is None or target.capability < (8, 9):
@@ -58,7 +59,7 @@ def _check_triton(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"no Triton form of {', '.join(sorted(missing))}")
 
 
-@registry.register("fused_quantize", "triton", priority=10, check=_check_triton)
+@registry.register("fused_quantize", "triton", priority=10, check=check_triton)
 def fused_quantize_triton(
     inputs: list[Tensor],
     scale: Tensor | None,

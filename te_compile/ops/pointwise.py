@@ -9,7 +9,8 @@ for what is wanted of the results::
     quantize t3; emit t3: bfloat16; sum t3: float32
 
 Inputs are whole matrices [M, K], rows [K], columns [M, 1] or scalars []; every operation broadcasts them. ``emit`` asks
-for a value in high precision, ``sum`` for its sum over the M rows (a bias gradient).
+for a value in high precision, ``sum`` for its sum over the M rows (a bias gradient). A second ``quantize`` names
+another matrix of the same size, which then is all else that leaves.
 
 A whole matrix may come in parts, which lie beside each other in it again and again: ``x0: bfloat16[M, K of 128 + 128]``
 has 128 columns of the first tensor, then 128 of the second, the next 128 of the first and so on. Each part is given as
@@ -164,20 +165,46 @@ class Result:
 
 @dataclass(frozen=True)
 class Spec:
-    """A producer. ``quantized`` names z; see the module for the text form."""
+    """A producer. ``quantized`` names z, ``second`` another z if there are two; see the module for the text form."""
 
     inputs: tuple[Input, ...]
     steps: tuple[Step, ...]
     quantized: str
     emitted: tuple[Result, ...] = ()
     sums: tuple[Result, ...] = ()
+    second: str = ""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """What is quantised, one value or two."""
+        return (self.quantized, self.second) if self.second else (self.quantized,)
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """What leaves the producer in any form, each value once."""
+        return tuple(dict.fromkeys([*self.roots, *(result.value for result in (*self.emitted, *self.sums))]))
+
+    def alone(self, index: int) -> Spec:
+        """The producer of only the first or second value, from the same inputs."""
+        builder = SpecBuilder()
+        names: dict[Operand, Operand] = {}
+        for i, given in enumerate(self.inputs):
+            names[f"x{i}"] = builder.input(given.dtype, given.place, given.parts)
+        wanted = {self.roots[index]}
+        for i, step in reversed(list(enumerate(self.steps))):
+            if f"t{i}" in wanted:
+                wanted.update(operand for operand in step.operands if isinstance(operand, str))
+        for i, step in enumerate(self.steps):
+            if f"t{i}" in wanted:
+                names[f"t{i}"] = builder.step(step.operation, *(names.get(o, o) for o in step.operands))
+        return builder.finish(str(names[self.roots[index]]), [], [])
 
     def lines(self) -> list[str]:
         """The statements of :meth:`text`."""
         return [
             *(f"x{i}: {given.text()}" for i, given in enumerate(self.inputs)),
             *(f"t{i} = {s.operation}({', '.join(map(str, s.operands))})" for i, s in enumerate(self.steps)),
-            f"quantize {self.quantized}",
+            *(f"quantize {root}" for root in self.roots),
             *(f"emit {result.value}: {dtype_name(result.dtype)}" for result in self.emitted),
             *(f"sum {result.value}: {dtype_name(result.dtype)}" for result in self.sums),
         ]
@@ -215,7 +242,7 @@ _NAME = re.compile(r"[xt]\d+")
 
 def _parsed(text: str) -> Spec:
     builder = SpecBuilder()
-    quantized: str | None = None
+    quantized: list[str] = []
     results: dict[str, list[Result]] = {"emit": [], "sum": []}
     for statement in text.split("; "):
         try:
@@ -227,16 +254,16 @@ def _parsed(text: str) -> Spec:
                 name = builder.step(match[2], *map(_operand, match[3].split(", ")))
                 _must_be(name, f"t{match[1]}")
             elif match := _QUANTIZE.fullmatch(statement):
-                quantized = match[1]
+                quantized.append(match[1])
             elif match := _RESULT.fullmatch(statement):
                 results[match[1]].append(Result(match[2], DTYPES[match[3]]))
             else:
                 raise SpecError("unknown statement")
         except (KeyError, ValueError) as error:
             raise SpecError(f"{statement!r} in the spec {text!r}: {error}") from None
-    if quantized is None:
-        raise SpecError(f"the spec {text!r} quantises nothing")
-    return builder.finish(quantized, results["emit"], results["sum"])
+    if not 1 <= len(quantized) <= 2:
+        raise SpecError(f"the spec {text!r} quantises {len(quantized)} values; one or two are possible")
+    return builder.finish(quantized[0], results["emit"], results["sum"], *quantized[1:])
 
 
 def _must_be(name: Operand, written: str) -> None:
@@ -307,12 +334,15 @@ class SpecBuilder:
             return self._kind[operand]
         return TRUTH if isinstance(operand, bool) else NUMBER
 
-    def finish(self, quantized: str, emitted: list[Result], sums: list[Result]) -> Spec:
-        """The spec that quantises the value ``quantized``."""
-        for name in (quantized, *(result.value for result in (*emitted, *sums))):
+    def finish(self, quantized: str, emitted: list[Result], sums: list[Result], second: str = "") -> Spec:
+        """The spec that quantises the value ``quantized``, and ``second`` if one is named."""
+        spec = Spec(tuple(self._inputs), tuple(self._steps), quantized, tuple(emitted), tuple(sums), second)
+        for name in spec.leaving:
             if self.kind(name) == TRUTH:
                 raise SpecError(f"{name} is a truth, not a number")
-        return Spec(tuple(self._inputs), tuple(self._steps), quantized, tuple(emitted), tuple(sums))
+        if second and (emitted or sums or second == quantized):
+            raise SpecError("of two values that are quantised nothing else leaves, and they are not the same")
+        return spec
 
     def _as(self, kind: str, operand: Operand) -> Operand:
         if self.kind(operand) == kind:

@@ -20,6 +20,7 @@ from te_compile.passes.memory import tag_memory
 from te_compile.passes.open_attention_modules import open_attention_modules
 from te_compile.passes.open_encoder_layers import open_encoder_layers
 from te_compile.passes.open_norms import open_norms
+from te_compile.passes.pair_producers import pair_producers
 from te_compile.passes.prune_outputs import prune_outputs
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
@@ -43,6 +44,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     open_norms,  # what no kernel runs goes back to Inductor, and its pointwise part to the producers
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     fuse_producers,
+    pair_producers,
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     tag_memory,
     choose_implementations,  # last: it judges the operators as they will run

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
+from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.passes.arguments import arguments_of, is_te, operator_of, refresh_value, result, set_arguments
 
-_PRODUCERS = ("quantize", "fused_quantize", "norm_quantize")
+_PRODUCERS = ("quantize", "fused_quantize", "fused_quantize_pair", "norm_quantize")
 _FLAT = {"rowwise": 0, "columnwise": 1}
-"""An operator that returns one list puts q and qt first."""
+"""An operator that returns one list puts q and qt first,"""
+_OF_SECOND = {"second_rowwise": RESULTS_OF_ONE, "second_columnwise": RESULTS_OF_ONE + 1}
+"""and those of a second value after all that belongs to the first."""
 
 
 def prune_outputs(graph: Graph) -> int:
@@ -26,6 +29,8 @@ def prune_outputs(graph: Graph) -> int:
         assert op is not None
         names = [returned.name or "" for returned in op._schema.returns]
         indices = {"rowwise": names.index("q"), "columnwise": names.index("qt")} if "q" in names else _FLAT
+        if is_te(node, "fused_quantize_pair"):
+            indices = _FLAT | _OF_SECOND
         unread = {flag: False for flag, i in indices.items() if arguments[flag] and not result(node, i)}
         if unread:
             set_arguments(node, **unread)

@@ -13,6 +13,7 @@ from torch import Tensor
 from te_compile.kernels import pointwise
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
+from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder
 from te_compile.recipe import ScaleRule
 
@@ -110,6 +111,38 @@ def test_measuring_finds_the_scale_that_the_reference_finds(scale: float | None,
     given = None if scale is None else torch.tensor(scale, device=device)
     arguments = (inputs_of(EVERY_PLACE, 37, 21, device), given, EVERY_PLACE, FP8[0], True, True, rule)
     assert_same(pointwise.fused_quantize(*arguments, measure=True, tile=SMALL), fused_quantize_reference(*arguments))
+
+
+PAIR = Spec.parse(
+    "x0: bfloat16[M, K]; x1: bfloat16[M, K]; x2: float32[K]; t0 = sigmoid(x0); t1 = mul(t0, x1); t2 = bfloat16(t1); "
+    "t3 = mul(x0, x2); t4 = sub(t3, x1); t5 = bfloat16(t4); quantize t2; quantize t5"
+)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("shape", [(32, 16), (33, 17), (1, 50), (64, 48)])
+@pytest.mark.parametrize(
+    ("layouts", "scales"),
+    [
+        ([(True, True), (True, True)], (3.0, 0.5)),
+        ([(True, False), (False, True)], (3.0, 0.5)),
+        ([(True, True), (True, True)], (None, None)),
+        ([(False, True), (True, True)], (0.0, 2.0)),
+        ([(True, True), (True, False)], (2.0, 0.0)),
+    ],
+    ids=["known", "one layout each", "current", "first unknown", "second unknown"],
+)
+def test_two_values_agree_with_the_reference(
+    layouts: list[tuple[bool, bool]],
+    scales: tuple[float | None, float | None],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    given = [None if scale is None else torch.tensor(scale, device=device) for scale in scales]
+    arguments = (inputs_of(PAIR, *shape, device), given, PAIR, dtype, layouts, ScaleRule(margin=1))
+    got = pointwise.fused_quantize_pair(*arguments, measure=None in scales or 0.0 in scales, tile=SMALL)
+    assert_same(got, fused_quantize_pair_reference(*arguments))
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
