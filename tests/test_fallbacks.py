@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,16 @@ from te_compile.fallbacks import short_texts, te_operators, tell_inductor
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LAYERS = 6
+
+
+def test_whoever_is_imported_first() -> None:
+    """Inductor takes operators that tracing opens up for decompositions, if they are there when it is imported."""
+    program = (
+        "import te_compile, te_compile.ops, torch\n"
+        "assert 'torch._inductor.decomposition' not in __import__('sys').modules\n"
+        "torch.compile(torch.nn.Linear(16, 16), backend='te_fp8')(torch.randn(32, 16))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 @torch.library.custom_op("te_compile_tests::users_own", mutates_args=())
