@@ -19,13 +19,13 @@ from torch.fx import GraphModule
 from te_compile.compilers import COMPILERS, captures_cuda_graphs
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
+from te_compile.passes.attention_kernels import choose_attention_kernels
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
 from te_compile.passes.plan import Plan
-from te_compile.passes.prefer_cudnn import prefer_cudnn
 from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
 from te_compile.passes.spell_out import spell_out_linears
@@ -71,7 +71,7 @@ def rewrite(
     compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
-    compilation.run("prefer_cudnn", partial(prefer_cudnn, regions, plan), graph)
+    compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     if chosen.strict:

@@ -16,7 +16,10 @@ _MASKS = {
     "kept": "mask kept",
 }
 _PRECISIONS = {"kept": "kept in high precision"}
-_KERNELS = {"cudnn": "on cuDNN, ahead of PyTorch's order"}
+_KERNELS = {
+    "cudnn": "on cuDNN, ahead of PyTorch's order",
+    "flash": "on flash, for cuDNN would round its dropout to sixteenths",
+}
 _HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
 
 
@@ -36,7 +39,7 @@ class AttentionRow:
     heads_reason: why they stay copied.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn" where that was chosen ahead of what PyTorch would run; empty where the choice is PyTorch's.
+    kernel: "cudnn" or "flash" where that was chosen instead of what PyTorch would run; empty where it chooses.
     """
 
     name: str

@@ -1,8 +1,10 @@
-"""cuDNN's attention is put where PyTorch would run a slower one, and nowhere that somebody else has decided."""
+"""cuDNN's attention is put where PyTorch would run a slower one, flash where cuDNN would change a dropout, and neither
+where somebody else has decided."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from te_compile.passes import prefer_cudnn as module
+from te_compile.passes import attention_kernels as module
+from te_compile.passes.attention_kernels import CUDNN_ATTENTION, FLASH_ATTENTION, can_run, choose_attention_kernels
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Plan
-from te_compile.passes.prefer_cudnn import CUDNN_ATTENTION, prefer_cudnn
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of
 from te_compile.passes.text import ops_text
@@ -49,14 +51,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def passed(
-    run: Callable[..., Tensor], *inputs: Tensor, can_run: Callable[[Node], bool] = lambda node: True
+    run: Callable[..., Tensor], *inputs: Tensor, able: Callable[[str, Node], bool] = lambda kernel, node: True
 ) -> tuple[int, GraphModule, Plan]:
     gm, _ = captured(run, *inputs)
     recognise_attention(gm.graph)
     regions, left = regions_of(gm)
     plan = Plan()
     find_attentions(regions, left, plan)
-    count = prefer_cudnn(regions, plan, can_run)
+    count = choose_attention_kernels(regions, plan, able)
     gm.graph.lint()
     return count, gm, plan
 
@@ -134,21 +136,62 @@ def test_lengths_that_older_versions_read_past_stay(lengths: tuple[int, int]) ->
 
 
 def test_what_cudnn_cannot_run_stays() -> None:
-    assert passed(causal, heads(), heads(), heads(), can_run=lambda node: False)[0] == 0
+    assert passed(causal, heads(), heads(), heads(), able=lambda kernel, node: False)[0] == 0
 
 
 def test_what_is_asked_of_pytorch_can_be_answered() -> None:
     """Without a device the answer is no, but it is one."""
-    assert passed(causal, heads(), heads(), heads(), can_run=prefer_cudnn.__defaults__[0])[0] == 0
+    assert passed(causal, heads(), heads(), heads(), able=can_run)[0] == 0
+
+
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    return F.dropout(F.softmax(q @ k.mT * 0.125, dim=-1), dropout) @ v
+
+
+CUDNN_FIRST = [3, 1, 2, 0, 4]
 
 
 def test_a_recognised_dropout_has_no_draw_to_keep() -> None:
-    def spelled_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.dropout(F.softmax(q @ k.mT * 0.125, dim=-1), 0.1) @ v
-
-    count, gm, _ = passed(spelled_out, heads(), heads(), heads())
+    count, gm, _ = passed(lambda q, k, v: spelled_out(q, k, v, 0.125), heads(), heads(), heads())
     (call,) = (node for node in gm.graph.nodes if node.target is CUDNN_ATTENTION)
-    assert count == 1 and call.args[5] == 0.1
+    assert count == 1 and call.args[5] == 0.125
+
+
+def test_a_recognised_dropout_keeps_its_probability() -> None:
+    """cuDNN knows sixteenths only."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return spelled_out(q, k, v, 0.1)
+
+    assert passed(run, heads(), heads(), heads())[0] == 0  # PyTorch takes flash
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    count, gm, plan = passed(run, heads(), heads(), heads())
+    (call,) = (node for node in gm.graph.nodes if node.target is FLASH_ATTENTION)
+    assert count == 1 and call.args[3:] == (0.1, False, False)
+    assert [attention.kernel for attention in plan.attentions] == ["flash"]
+
+
+def test_a_dropout_that_the_model_asks_sdpa_for_is_between_the_two() -> None:
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    odd = partial(F.scaled_dot_product_attention, dropout_p=0.1)
+    assert passed(lambda q, k, v: odd(q, k, v), heads(), heads(), heads())[0] == 0
+
+
+def test_sixteenths_may_run_on_cudnn() -> None:
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    assert passed(lambda q, k, v: spelled_out(q, k, v, 0.125), heads(), heads(), heads())[0] == 0
+
+
+def test_without_flash_the_choice_is_pytorchs() -> None:
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    found = passed(
+        lambda q, k, v: spelled_out(q, k, v, 0.1),
+        heads(),
+        heads(),
+        heads(),
+        able=lambda kernel, node: kernel != "flash",
+    )
+    assert found[0] == 0
 
 
 def test_an_order_of_the_users_stands() -> None:

@@ -1,9 +1,12 @@
-"""Run attention on cuDNN's kernel where PyTorch's own order of kernels would not take it.
+"""Choose the kernel of an attention where PyTorch's own order would take a slow one, or one that draws wrongly.
 
 On compute capabilities 9.0 and 10.0 cuDNN computes attention 1.7 times as fast as flash, forward and backward, and
 PyTorch puts it first there: but only from cuDNN 9.15.1 on. A process often has an older one, for the first cuDNN on the
 library path shadows the one that PyTorch brings. What PyTorch avoids in those are reads out of bounds for lengths that
 are not multiples of 128 (pytorch#169849), so attention of other lengths can have the fast kernel all the same.
+
+cuDNN rounds the probability of a dropout to sixteenths (pytorch#174245), which PyTorch 2.11 does not mind. Attention
+that a model spells out, with a dropout of its own, must not come to that by becoming SDPA: it runs on flash.
 
 Only what nobody else has decided is decided here: an order of kernels, a kernel switched off or an environment variable
 that the user has set stands, as does the draw of a dropout that the model itself asks a kernel for.
@@ -30,10 +33,12 @@ from te_compile.passes.regions import Region
 from te_compile.passes.writing import Writer
 
 CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 _FASTER_ON = ((9, 0), (10, 0))
 _OLDEST = (9, 14)  # older ones were not tried
 _SAFE_LENGTHS = 128
+_FLASH_WIDTHS = 8  # of a head: for others SDPA pads before it calls the kernel
 _FLASH_FIRST = (
     *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     *(SDPBackend.CUDNN_ATTENTION, SDPBackend.OVERRIDEABLE),
@@ -42,14 +47,19 @@ _UNTOUCHED_ORDER = [backend.value for backend in _FLASH_FIRST]
 """PyTorch's order of kernels where nothing, a newer cuDNN included, has changed it."""
 
 
-def _is_free_to_choose() -> bool:
-    """Has the user left the choice of kernels to PyTorch, and is cuDNN known to be right and fast here?"""
+def _takes_flash_first() -> bool:
+    """Is PyTorch's order the one of a process whose cuDNN is too old, and has the user left it at that?"""
     if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "0":
         return False
     order: list[int] = torch._C._get_sdp_priority_order()
-    if order != _UNTOUCHED_ORDER:
-        return False
-    return cudnn_version() >= _OLDEST
+    return order == _UNTOUCHED_ORDER and cudnn_version() >= _OLDEST
+
+
+def _takes_cudnn_first() -> bool:
+    """Does PyTorch ask cuDNN before flash, whoever has said so?"""
+    order: list[int] = torch._C._get_sdp_priority_order()
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.FLASH_ATTENTION.value
+    return torch.backends.cuda.cudnn_sdp_enabled() and order.index(cudnn) < order.index(flash)
 
 
 def cudnn_version() -> tuple[int, ...]:
@@ -66,34 +76,45 @@ def _chooses_itself(graph: Graph) -> bool:
     return any(node.target is torch.nn.attention._sdpa_kernel for node in graph.nodes)
 
 
-def cudnn_can_run(node: Node) -> bool:
-    """Does PyTorch hold cuDNN's kernel able to run this attention here, under the present settings?"""
+def can_run(kernel: str, node: Node) -> bool:
+    """Does PyTorch hold the kernel "cudnn" or "flash" able to run this attention here, under the present settings?"""
     query, key, value = (value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
     dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", False)
     shares_heads = argument(node, 7, "enable_gqa", False)
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, causal, shares_heads)
-    return torch.backends.cuda.can_use_cudnn_attention(asked)
+    if kernel == "cudnn":
+        return torch.backends.cuda.can_use_cudnn_attention(asked)
+    return torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % _FLASH_WIDTHS == 0
 
 
 def _is_plain(node: Node) -> bool:
-    """Are all arguments such that a direct call of the kernel means the same?"""
+    """Are all arguments such that a direct call of a kernel means the same?"""
     operands = [value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(each, Tensor) and each.dim() == 4 for each in operands):
         return False
     if any(each.dtype != value_of(node).dtype for each in operands):
         return False  # an autocast that is at work here is none around a direct call
-    lengths = [each.shape[2] for each in operands]
-    if not all(isinstance(length, int) and length and length % _SAFE_LENGTHS == 0 for length in lengths):
-        return False
     dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
-    draws_as_it_likes = dropout == 0 or RECOGNISED in node.meta
     return (
         isinstance(dropout, (int, float))
-        and draws_as_it_likes
         and argument(node, 3, "attn_mask") is None
         and isinstance(argument(node, 5, "is_causal", False), bool)
         and (scale is None or isinstance(scale, (int, float)))
     )
+
+
+def _is_safe_on_older(node: Node) -> bool:
+    """Does an older cuDNN read within bounds, and is there no draw that it would change?"""
+    lengths = [value_of(argument(node, place, name)).shape[2] for place, name in enumerate(("query", "key", "value"))]
+    if not all(isinstance(length, int) and length and length % _SAFE_LENGTHS == 0 for length in lengths):
+        return False
+    return argument(node, 4, "dropout_p", 0.0) == 0 or (RECOGNISED in node.meta and not _is_rounded(node))
+
+
+def _is_rounded(node: Node) -> bool:
+    """Would cuDNN drop out with another probability than the one asked for?"""
+    sixteenths = argument(node, 4, "dropout_p", 0.0) * 16
+    return sixteenths != int(sixteenths)
 
 
 def is_faster_on(device: torch.device) -> bool:
@@ -101,16 +122,17 @@ def is_faster_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in _FASTER_ON
 
 
-def _on_cudnn(node: Node) -> Node:
-    """Put cuDNN's kernel in the place of ``node``; returns its call."""
+def _on(kernel: str, node: Node) -> Node:
+    """Put a direct call of the kernel in the place of ``node``; returns the call."""
     write = Writer(node)
     operands = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
-    saves_for_backward = torch.is_grad_enabled()
-    dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", False)
+    dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
     scale = argument(node, 6, "scale")
-    outputs = write.call(
-        CUDNN_ATTENTION, *operands, None, saves_for_backward, float(dropout), causal, False, scale=scale
-    )
+    if kernel == "cudnn":  # without a mask; it saves something for a backward only if there can be one
+        given = (*operands, None, torch.is_grad_enabled(), dropout, causal, False)
+        outputs = write.call(CUDNN_ATTENTION, *given, scale=scale)
+    else:
+        outputs = write.call(FLASH_ATTENTION, *operands, dropout, causal, False, scale=scale)
     result = write.laid_out_like(write.call(operator.getitem, outputs, 0), node)  # views of it may follow
     for new in write.written:
         new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
@@ -119,15 +141,16 @@ def _on_cudnn(node: Node) -> Node:
     return outputs
 
 
-def prefer_cudnn(regions: list[Region], plan: Plan, can_run: Callable[[Node], bool] = cudnn_can_run) -> int:
-    """Put cuDNN's kernel where another one would run though it is faster; returns for how many attentions."""
-    if not _is_free_to_choose() or any(_chooses_itself(region.graph) for region in regions):
+def choose_attention_kernels(regions: list[Region], plan: Plan, able: Callable[[str, Node], bool] = can_run) -> int:
+    """Call another kernel than PyTorch would, where it is faster or draws as asked; returns for how many attentions."""
+    if any(_chooses_itself(region.graph) for region in regions):
         return 0
     graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     chosen = 0
     for index, attention in enumerate(plan.attentions):
-        if _may_change(attention, graphs) and can_run(attention.node):
-            plan.attentions[index] = replace(attention, node=_on_cudnn(attention.node), kernel="cudnn")
+        kernel = _kernel_for(attention.node, able) if _may_change(attention, graphs) else ""
+        if kernel:
+            plan.attentions[index] = replace(attention, node=_on(kernel, attention.node), kernel=kernel)
             chosen += 1
     return chosen
 
@@ -138,3 +161,13 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs:
         return False
     return node not in graphs[id(node.graph)] and _is_plain(node) and is_faster_on(value_of(node).device)
+
+
+def _kernel_for(node: Node, able: Callable[[str, Node], bool]) -> str:
+    """The kernel to call instead of the one that PyTorch would; "" for none."""
+    if _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
+        return "cudnn"
+    rounds = RECOGNISED in node.meta and _is_rounded(node)
+    if rounds and _takes_cudnn_first() and able("cudnn", node) and able("flash", node):
+        return "flash"
+    return ""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_compile.passes import manager
-from te_compile.passes.prefer_cudnn import is_faster_on
+from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, cosine
 
 HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
@@ -72,3 +72,26 @@ def test_the_kernels_are_cudnns() -> None:
         torch.cuda.synchronize()
     names = [each.key for each in profile.key_averages()]
     assert any("cudnn" in name for name in names) and not any("flash" in name and "cudnn" not in name for name in names)
+
+
+class SpelledOut(Attention):
+    """The same with a softmax and a dropout of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = F.dropout(torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1), 0.1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+def test_a_dropout_that_was_spelled_out_never_runs_on_cudnn(order: list[int]) -> None:
+    torch._C._set_sdp_priority_order(order)
+    model = SpelledOut(512, 4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fast = compiled(model, exclude=["*"])
+    fast(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fast(x).sum().backward()
+        torch.cuda.synchronize()
+    names = [each.key for each in profile.key_averages()]
+    assert any("flash" in name for name in names) and not any("cudnn" in name for name in names)
