@@ -3,7 +3,7 @@
 A step at small sizes is as long as the host takes to launch it, and a GPU waits for the first kernels of any step, so
 what surrounds a launch counts. On an H200's host ``Tensor.new_empty`` takes 2.5 µs where Inductor's own allocation
 takes 0.9, and ``new_zeros`` 6.9 µs, besides a kernel that costs the GPU 2 µs, for one amax that must start at 0.
-Amaxes are therefore cleared some hundreds at a time and handed out one by one.
+Amaxes are therefore cleared some hundreds at a time and handed out one by one, and so is the memory of 1 / scale.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from te_compile.ops.quantize import padded
 # Of PyTorch's own, but every graph of Inductor's relies on it.
 _empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
-AMAXES = 256  # cleared together
-_STRIDE = 4  # fp32 elements from one amax to the next: all are aligned alike, so kernels are compiled once
+NUMBERS = 256  # cleared together
+_STRIDE = 4  # fp32 elements from one number to the next: all are aligned alike, so kernels are compiled once
 
 _cleared: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
 _lending = {"stopped": False}
@@ -52,7 +52,8 @@ def quantized(
     """Memory for q, qᵀ, amax, which is 0, and 1 / scale of a matrix [rows, columns]; see :func:`empty`."""
     q = empty(like, (rows, columns) if rowwise else (0,), dtype)
     qt = empty(like, (columns, padded(rows)) if columnwise else (0,), dtype)
-    return q, qt, amax(like), empty(like, (), torch.float32)
+    scale_inv = _from_stock(like)
+    return q, qt, amax(like), empty(like, (), torch.float32) if scale_inv is None else scale_inv
 
 
 def amax(like: Tensor) -> Tensor:
@@ -63,15 +64,21 @@ def amax(like: Tensor) -> Tensor:
     """
     if _lent:
         return _lent.pop()
+    number = _from_stock(like)
+    return like.new_zeros((), dtype=torch.float32) if number is None else number
+
+
+def _from_stock(like: Tensor) -> Tensor | None:
+    """One of the cleared numbers; None where each must be made by itself."""
     if not like.is_cuda or _lending["stopped"] or torch.cuda.is_current_stream_capturing():
-        return like.new_zeros((), dtype=torch.float32)
+        return None
     device = like.get_device()
     stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), [])
     while True:
         try:
             return stock.pop()  # without a look first: another thread on this stream may take the last one
         except IndexError:
-            stock.extend(_clear(AMAXES, like.device))
+            stock.extend(_clear(NUMBERS, like.device))
 
 
 def _clear(count: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from te_compile.kernels import buffers
+from te_compile.kernels.algebra import LOGISTIC, simplified
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
@@ -93,11 +94,12 @@ FORMS = {
     "not": "{0} == 0",
     "where": "tl.where({0}, {1}, {2})",
 }
-# And of the operations that spellings.py puts in their place.
+# And of the operations that spellings.py and algebra.py put in their place.
 CHEAPER_FORMS = {
     ONE_PLUS_TANH: "one_plus_tanh({0})",
     ONE_LESS_TANH_SQUARED: "one_less_tanh_squared({0})",
     TIMES_SIGMOID: "{0} * sigmoid({1})",
+    LOGISTIC: "logistic({0})",
 }
 
 TRITON_DTYPES = {
@@ -302,8 +304,8 @@ import triton
 import triton.language as tl
 
 from te_compile.kernels.pointwise import (
-    expm1, log1p, one_less_tanh_squared, one_plus_tanh, part_at, power, read_column, read_full, read_part, read_row,
-    sigmoid, tanh, whole,
+    expm1, log1p, logistic, one_less_tanh_squared, one_plus_tanh, part_at, power, read_column, read_full, read_part,
+    read_row, sigmoid, tanh, whole,
 )
 from te_compile.kernels.quantize import (
     fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use, scaled,
@@ -388,12 +390,13 @@ def _ends(spec: Spec) -> list[tuple[str, str]]:
 
 def source(spec: Spec) -> str:
     """The Python text of the kernels for ``spec``."""
+    steps, names = simplified(spelled(spec), spec.leaving)
     parameters = [_parameters(i, given) for i, given in enumerate(spec.inputs)]
     arguments = ", ".join(name for names in parameters for name in names)
     leaving = list(spec.leaving)
     body = [line for i, given in enumerate(spec.inputs) for line in _read_text(i, given)]
-    body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in spelled(spec)]
-    body += [f"{name}_all = whole({name}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
+    body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in steps]
+    body += [f"{name}_all = whole({names[name]}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
     outputs = [f"e{i}" for i in range(len(spec.emitted))] + [f"s{i}" for i in range(len(spec.sums))]
     return _SOURCE.format(
         spec="\n    ".join(spec.lines()),

@@ -34,7 +34,7 @@ def test_results_of_a_quantize(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_amax_is_zero_and_none_is_given_twice(device: str) -> None:
     like = torch.zeros(2, device=device)
-    made = [buffers.amax(like) for _ in range(2 * buffers.AMAXES + 3)]
+    made = [buffers.amax(like) for _ in range(2 * buffers.NUMBERS + 3)]
     assert not torch.stack(made).any()
     assert len({amax.data_ptr() for amax in made}) == len(made)
     assert all(amax.dtype == torch.float32 and amax.data_ptr() % 16 == 0 for amax in made)
@@ -62,7 +62,7 @@ def test_threads_that_share_a_stream_each_get_their_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(buffers, "_lending", {"stopped": False})
     monkeypatch.setattr(buffers, "_cleared", {(0, 5): Raced()})
     assert buffers.amax(OnCuda()) == 0  # type: ignore[arg-type]  # what is asked of a tensor, and no more
-    assert raced == [buffers.AMAXES] * 2
+    assert raced == [buffers.NUMBERS] * 2
 
 
 def test_an_amax_made_in_inference_mode_serves_a_training() -> None:
