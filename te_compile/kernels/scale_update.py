@@ -59,8 +59,12 @@ def _snapshot_kernel(row_addresses, scales, count, BLOCK: tl.constexpr):
 
 
 def _row_table(states: Sequence[Tensor]) -> Tensor:
-    """The address of each row of each state, as a table on their device."""
-    key = tuple((state.data_ptr(), state.shape[0], state.stride(0)) for state in states)
+    """The address of each row of each state, as a table on their device.
+
+    A step looks it up before it launches its first product, so little is asked of each tensor. Addresses alone would
+    not do, for memory is used again, with other rows and histories; within a list all rows are equally long.
+    """
+    key = (states[0].stride(0), *map(Tensor.data_ptr, states), *map(Tensor.numel, states))
     return device_table(key, lambda: _rows_of(states), states[0].device)
 
 
@@ -92,12 +96,13 @@ def update_scales(states: Sequence[Tensor], amaxes: Tensor, fp8_max: float, rule
 
 def snapshot_scales(states: Sequence[Tensor]) -> Tensor:
     """The scales of all rows of all states, one after the other, in a fresh tensor: fp32 [R]."""
-    count = sum(state.shape[0] for state in states)
     with on_device_of(states[0]):
+        rows = _row_table(states)
+        count = rows.numel()
         scales = buffers.empty(states[0], (count,), torch.float32)
         if count:
             launch(
-                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), _row_table(states), scales, count,
+                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), rows, scales, count,
                 BLOCK=SNAPSHOT_BLOCK, num_warps=4,
             )  # fmt: skip
     return scales
