@@ -11,7 +11,8 @@ bytes, 16 µs and 63 µs above); the second one is quantize.py with a norm in fr
 because the L2 still holds that part: 58 µs and 213 µs for an RMS norm, 64 µs and 218 µs for a layer norm. Programs that
 walk over their rows twice were slower. One launch in which tiles wait for statistics that run ahead of them through the
 L2 gained nothing: what it saves in bytes it loses in waiting. What Triton has no word for, blocks that share their
-memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built.
+memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built. Where no qᵀ is wanted rows fit into
+programs: norm_rows.py.
 
 The mean and the variance come from sums of differences from the mean of the row's first block. Sums about 0 would lose
 the variance of large numbers that differ little; these lose a factor of at most the number of blocks, because a first
@@ -30,13 +31,14 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
+    TRITON_DTYPES,
     Tile,
     fp8_words,
     largest_of_four,
     must_measure,
     record_amax,
-    rounded,
     rule_constants,
     scale_in_use,
     scaled,
@@ -90,24 +92,6 @@ def _row_statistics(x, valid, columns, eps, CENTRE: tl.constexpr, ROWS: tl.const
     return mean, tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
 
 
-@triton.jit
-def _normalised(
-    value, mean, rstd, w, b,
-    Y: tl.constexpr, ROUND: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """A tile of y, in fp32 but rounded to ``Y``, from a tile of x in fp32; w, b: fp32 rows."""
-    if CENTRE:
-        value = value - mean[:, None]
-    value = value * rstd[:, None]
-    if WEIGHT:
-        if ROUND is not None:
-            value = rounded(value, ROUND)
-        value = value * w[None, :]
-    if BIAS:
-        value = value + b[None, :]
-    return rounded(value, Y)
-
-
 @triton.jit(do_not_specialize_on_alignment=["amax"])
 def _statistics_kernel(
     x, amax, means, rstds, rows, columns, stride_m, eps,
@@ -128,7 +112,7 @@ def _quarter(
     x, means, rstds, w, b, j, tile_m, tile_k, word, k, rows, columns, stride_m,
     Y: tl.constexpr, ROUND: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows 4·i + j of a tile of y, as ``_normalised`` has it, zeros outside; ``x`` is where the tile starts."""
+    """Rows 4·i + j of a tile of y, as ``normalised`` has it, zeros outside; ``x`` is where the tile starts."""
     m = 4 * word + j
     valid = tile_m + m < rows
     inside = valid[:, None] & (tile_k + k < columns)[None, :]
@@ -137,7 +121,7 @@ def _quarter(
     mean = rstd
     if CENTRE:
         mean = tl.load(means + tile_m + m, mask=valid, other=0.0)
-    y = _normalised(value, mean, rstd, w, b, Y, ROUND, CENTRE, WEIGHT, BIAS)
+    y = normalised(value, mean, rstd, w, b, Y, ROUND, CENTRE, WEIGHT, BIAS)
     # Rows past the end are not zero after a bias or a mean; their codes are padding and must be.
     return tl.where(inside, y, 0.0)
 
@@ -211,7 +195,6 @@ def _norm_kernel(
         record_amax(amax, largest)
 
 
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 STATISTICS_WARPS = 4
 
 
@@ -250,19 +233,23 @@ def norm_quantize(
     rows, columns = x.shape
     x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
     y_dtype = y_dtype or x.dtype
+    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
+    rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
+    centred, offset = kind in CENTRED, WEIGHT_OFFSET.get(kind, 0.0)
+    if not (columnwise or measure or tile) and scale is not None and columns <= LONGEST_ROW:
+        y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(
+            x, weight, bias, eps, scale, dtype, rowwise, emit, y_dtype, rounding, offset, centred
+        )
+        return y, q, q.new_empty(0), amax, scale_inv, mean, rstd
     tile = tile or _tile(rows)
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
         qt = buffers.empty(x, (columns, padded(rows)) if columnwise else (0,), dtype)
         amax, scale_inv = (buffers.empty(x, (), torch.float32) for _ in range(2))
         y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
-        mean = buffers.empty(x, (rows, 1) if kind in CENTRED else (0,), torch.float32)
+        mean = buffers.empty(x, (rows, 1) if centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
-    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
-    rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
     target, epsilon, power_2 = rule_constants(rule, dtype)
-
-    centred = kind in CENTRED
     grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
 
     def run(measuring: bool) -> None:
@@ -271,7 +258,7 @@ def norm_quantize(
             x, weight, bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
             rows, columns, padded(rows), x.stride(0),
             Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
-            OFFSET=WEIGHT_OFFSET.get(kind, 0.0), CENTRE=centred, MEASURING=measuring, MEASURED=measure,
+            OFFSET=offset, CENTRE=centred, MEASURING=measuring, MEASURED=measure,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise, COLUMNWISE=columnwise,
             TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps,

@@ -31,8 +31,8 @@ from torch import Tensor
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
-from te_compile.kernels.norm import CENTRED, ROUNDED_TO, TRITON_DTYPES, WEIGHT_OFFSET
-from te_compile.kernels.quantize import INTERPRETED, rounded
+from te_compile.kernels.norm import CENTRED, ROUNDED_TO, WEIGHT_OFFSET
+from te_compile.kernels.quantize import INTERPRETED, TRITON_DTYPES, rounded
 
 LONGEST_ROW = 32768  # bytes of x or dy: beyond it no thread has registers for its part
 LONGEST_SUMS = 16384  # elements of dw and db together: the sums of more leave no registers for the row itself

@@ -77,6 +77,9 @@ class Tile:
 TILE = Tile(64, 128, 8)
 
 
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
 @triton.jit
 def magnitude(value):
     """The bits of \\|value\\| (fp32), as int32: they order as the numbers do, NaN above infinity."""

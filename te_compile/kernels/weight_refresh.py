@@ -27,12 +27,11 @@ from torch import Tensor
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import Repeated
-from te_compile.kernels.quantize import record_amax, rule_constants, scale_from_amax
+from te_compile.kernels.quantize import TRITON_DTYPES, record_amax, rule_constants, scale_from_amax
 from te_compile.kernels.weights import (
     FIELDS,
     NOT_WANTED,
     TILE,
-    TRITON_DTYPES,
     geometry_of,
     measure_tile,
     quantize_tile,

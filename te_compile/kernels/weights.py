@@ -27,6 +27,7 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
+    TRITON_DTYPES,
     Tile,
     fp8_words,
     largest_of_four,
@@ -46,8 +47,6 @@ TILE = Tile(128, 128, 8)
 # Of a weight's geometry: rows, columns, rows of qᵀ's padding, first tile, where q and qᵀ start, rows and columns of q.
 FIELDS = tl.constexpr(8)
 NOT_WANTED = -1  # in place of a start
-
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

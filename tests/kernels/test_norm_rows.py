@@ -1,0 +1,107 @@
+"""The norm kernel for rows alone: y as the reference has it, and codes that are exactly those of the y it computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_compile.kernels import norm_rows
+from te_compile.kernels.norm import norm_quantize
+from te_compile.kernels.norm_rows import LONGEST_ROW
+from te_compile.ops.norm import KINDS, LAYER, norm_reference, output_dtype
+from te_compile.ops.quantize import quantize_reference
+from te_compile.recipe import ScaleRule
+from tests.kernels.test_norm import EPS, TOLERANCES, parameters
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RULE = ScaleRule()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns of every call that came to this kernel."""
+    columns: list[int] = []
+    inner = norm_rows.norm_quantize_rows
+
+    def counting(x: Tensor, *arguments: object) -> object:
+        columns.append(x.shape[1])
+        return inner(x, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("te_compile.kernels.norm.norm_quantize_rows", counting)
+    return columns
+
+
+def agrees(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dtype: torch.dtype, emit: bool) -> None:
+    scale = torch.tensor(40.0, device=x.device)
+    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
+    given = x, weight, bias, EPS, kind, scale, dtype, True, False
+    y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(*given, True, RULE, False, y_dtype)
+    wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
+    close = {"rtol": TOLERANCES[y.dtype], "atol": TOLERANCES[y.dtype], "equal_nan": True}
+    torch.testing.assert_close(y, wanted_y, **close)
+    torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0, equal_nan=True)
+    if kind == LAYER:
+        torch.testing.assert_close(mean, wanted_mean, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert mean.shape == wanted_mean.shape and qt.shape == (0,)
+    wanted = quantize_reference(y, scale, dtype, True, False, RULE)
+    alike = q.view(torch.uint8) == wanted[0].view(torch.uint8)
+    assert bool((alike | wanted[0].float().isnan() & q.float().isnan()).all())
+    assert torch.equal(amax, wanted[2]) and torch.equal(scale_inv, wanted[3])
+    if not emit:
+        silent = norm_quantize(*given, False, RULE, False, y_dtype)
+        assert silent[0].shape == (0,) and torch.equal(silent[1].view(torch.uint8), q.view(torch.uint8))
+
+
+@pytest.mark.parametrize("emit", [True, False], ids=["with y", "codes alone"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_kind_in_every_dtype(
+    kind: str, x_dtype: torch.dtype, emit: bool, device: str, launched: list[int]
+) -> None:
+    x = torch.randn(13, 150, device=device).to(x_dtype)
+    agrees(x, *parameters(kind, 150, x_dtype, device), kind, E4M3, emit)
+    assert launched == [150] * (1 if emit else 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 16), (7, 64), (5, 2100), (3, 9000)], ids=str)
+def test_rows_of_any_length(shape: tuple[int, int], device: str, launched: list[int]) -> None:
+    x = torch.randn(shape, device=device).to(torch.bfloat16)
+    agrees(x, *parameters(LAYER, shape[1], x.dtype, device), LAYER, E5M2, True)
+    assert launched
+
+
+def test_rows_that_lie_apart(device: str, launched: list[int]) -> None:
+    x = torch.randn(20, 256, device=device).to(torch.bfloat16)[:, 32:128]
+    agrees(x, *parameters("rms", 96, x.dtype, device), "rms", E4M3, True)
+    assert launched
+
+
+def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(device: str, launched: list[int]) -> None:
+    x = 3e4 + torch.randn(16, 1000, device=device)
+    scale = torch.ones((), device=device)
+    mean, rstd = norm_quantize(x, None, None, 0.0, LAYER, scale, E4M3, True, False, False, RULE, False)[5:]
+    torch.testing.assert_close(mean[:, 0].double(), x.double().mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd[:, 0].double(), x.double().std(1, correction=0).reciprocal(), rtol=1e-3, atol=0)
+    assert launched
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_the_amax(poison: float, device: str, launched: list[int]) -> None:
+    x = torch.randn(8, 64, device=device)
+    x[3, 5] = poison
+    scale = torch.ones((), device=device)
+    q, amax = (
+        norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)[i] for i in (1, 3)
+    )
+    assert amax == torch.inf and q[3].float().isnan().any() and not q[4].float().isnan().any()
+    assert launched
+
+
+def test_other_wishes_go_to_the_two_launches(device: str, launched: list[int]) -> None:
+    x, scale = torch.randn(4, 64, device=device), torch.ones((), device=device)
+    norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, True, False, RULE, False)  # qᵀ
+    norm_quantize(x, None, None, EPS, "rms", None, E4M3, True, False, False, RULE, True)  # no scale yet
+    long = torch.randn(1, LONGEST_ROW + 16, device=device)
+    norm_quantize(long, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)
+    assert not launched
