@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +63,15 @@ class _NotConstantError(Exception):
     """The value depends on an input, on a symbolic size, or on something whose purity is not known."""
 
 
+@dataclass
+class Constants:
+    """What has been found out about a graph so far, for all its masks: the values of constant nodes, and of each node
+    that was asked about whether anything writes to it."""
+
+    values: dict[Node, Any] = field(default_factory=dict)
+    changes: dict[Node, bool] = field(default_factory=dict)
+
+
 def _is_pure(node: Node) -> bool:
     if node.op == "call_function":
         return node.target in _PURE_FUNCTIONS
@@ -83,22 +93,22 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def evaluated(node: Node, known: dict[Node, Any]) -> Any:
+def evaluated(node: Node, known: Constants) -> Any:
     """The value of a constant node; raises if it is none. ``known`` remembers values between calls."""
-    waiting = [node]
+    values, waiting = known.values, [node]
     while waiting:
         current = waiting[-1]
-        if current in known:
+        if current in values:
             waiting.pop()
             continue
-        if not _is_pure(current) or may_change(current):
+        if not _is_pure(current) or may_change(current, known.changes):
             raise _NotConstantError
-        missing = [each for each in current.all_input_nodes if each not in known]
+        missing = [each for each in current.all_input_nodes if each not in values]
         if missing:
             waiting.extend(missing)
             continue
-        known[current] = _computed(waiting.pop(), known)
-    return known[node]
+        values[current] = _computed(waiting.pop(), values)
+    return values[node]
 
 
 def _computed(node: Node, known: dict[Node, Any]) -> Any:
@@ -143,21 +153,24 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
     return None
 
 
-def hides_no_row(mask: Node) -> bool:
-    """Does ``mask``, which is added to scores, provably leave every query a key to look at?"""
+def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
+    """Does ``mask``, which is added to scores, provably leave every query a key to look at?
+
+    changes: what ``may_change`` remembers. Values are not kept: each layer has a mask of its own here.
+    """
     try:
-        value = evaluated(mask, {})
+        value = evaluated(mask, Constants(changes=changes))
     except _NotConstantError:
-        return proven_meaning(mask) is not None
+        return proven_meaning(mask, changes=changes) is not None
     return isinstance(value, Tensor) and bool((value.amax(-1) > SWALLOWS).all())
 
 
-def _meaning_of(mask: Node, query: Tensor, key: Tensor, known: dict[Node, Any]) -> str | None:
+def _meaning_of(mask: Node, query: Tensor, key: Tensor, known: Constants) -> str | None:
     """What ``mask`` is proved to mean: by its value, or where sizes are symbolic, by its formula."""
     try:
         value = evaluated(mask, known)
     except _NotConstantError:
-        return proven_meaning(mask, (query.shape[-2], key.shape[-2]))
+        return proven_meaning(mask, (query.shape[-2], key.shape[-2]), known.changes)
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
 
 
@@ -177,7 +190,7 @@ def _input_behind(mask: Node, region: Region) -> str:
     return ""
 
 
-def _why_it_stays(mask: Node, region: Region, known: dict[Node, Any]) -> str:
+def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
     """Why a mask that nothing was proved about is left, in words for a report."""
     try:
         value = evaluated(mask, known)
@@ -200,7 +213,7 @@ def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
     return mask, query
 
 
-def _fold(region: Region, node: Node, known: dict[Node, Any]) -> bool:
+def _fold(region: Region, node: Node, known: Constants) -> bool:
     """Replace the mask of one attention node by what it means; False if it stays."""
     mask, guarded = argument(node, 3, "attn_mask"), argument(node, 0, "query")
     query, key = value_of(guarded), value_of(argument(node, 1, "key"))
@@ -225,7 +238,7 @@ def _fold(region: Region, node: Node, known: dict[Node, Any]) -> bool:
 
 def fold_masks(regions: list[Region]) -> int:
     """Fold every provable mask of ``regions``; returns how many attention nodes lost theirs."""
-    known: dict[Node, Any] = {}
+    known = Constants()
     targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
     folded = 0
     for region in regions:

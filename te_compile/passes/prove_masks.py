@@ -112,14 +112,15 @@ def _is_one(size: Any) -> bool:
 
 
 class Proof:
-    """Formulas of the nodes of one graph, each found once."""
+    """Formulas of the nodes of one graph, each found once. ``changes``: of each node, whether anything writes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: dict[Node, bool] | None = None) -> None:
         self.known: dict[Node, Formula] = {}
+        self.changes: dict[Node, bool] = {} if changes is None else changes
 
     def of(self, node: Any) -> Formula:
         """The formula of ``node``; raises _UnknownError."""
-        if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or may_change(node):
+        if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or may_change(node, self.changes):
             raise _UnknownError
         if node not in self.known:
             rule = _RULES.get(node.target)
@@ -352,19 +353,23 @@ def _allowed(proof: Proof, mask: Node) -> Both:
     inverted = shown is not None and shown <= HIDDEN
     if inverted:
         shown, hidden = hidden, shown
-    if may_change(mask) or shown != 0 or hidden is None or hidden > torch.finfo(value_of(mask).dtype).min:
+    if may_change(mask, proof.changes) or shown != 0:
+        raise _UnknownError
+    if hidden is None or hidden > torch.finfo(value_of(mask).dtype).min:
         raise _UnknownError
     where = _both_of(proof.as_part_of(condition, mask))
     return _not(where) if inverted else where
 
 
-def proven_meaning(mask: Node, lengths: tuple[Any, Any] | None = None) -> str | None:
+def proven_meaning(
+    mask: Node, lengths: tuple[Any, Any] | None = None, changes: dict[Node, bool] | None = None
+) -> str | None:
     """ "all" if ``mask`` hides nothing at any size, "causal" if it hides exactly what comes later, None if unproven.
 
-    lengths: of queries and keys, where they are not those of the mask.
+    lengths: of queries and keys, where they are not those of the mask. changes: what ``may_change`` remembers.
     """
     try:
-        allowed = _allowed(Proof(), mask)
+        allowed = _allowed(Proof(changes), mask)
     except _UnknownError:
         return None
     if allowed.never:

@@ -119,7 +119,7 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
         nodes.append(user)
 
 
-def _found(softmax: Node) -> _Found | None:
+def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     """The attention around ``softmax``, None if nothing about it looks like one; raises where it is an unusual one."""
     problems = []
     scores = output = None
@@ -148,28 +148,30 @@ def _found(softmax: Node) -> _Found | None:
     if not undisturbed(scores.nodes[0], node, found.nodes, reads):
         raise NotAttentionError("something is changed in place, or gradients or autocast are switched, inside it")
     # Products of batches keep copies of some operands for their gradients; attention keeps the operands themselves.
-    if any(changes_after(tensor, node) for tensor in reads):
+    if any(changes_after(tensor, node, changes) for tensor in reads):
         raise NotAttentionError("what it reads is changed in place behind it")
-    if changes_after(node, node):  # attention keeps its result for its gradients, a product does not
+    if changes_after(node, node, changes):  # attention keeps its result for its gradients, a product does not
         raise NotAttentionError("its result is changed in place")
     return found
 
 
 @dataclass
 class _Rewriter:
-    """Writes one attention anew. ``batch``: batch and heads, None where the model has them in one dimension alone."""
+    """Writes one attention anew. ``batch``: batch and heads, None where the model has them in one dimension alone;
+    ``changes``: what ``may_change`` remembers."""
 
     found: _Found
     write: Writer
     dtype: torch.dtype
     batch: tuple[Any, Any] | None
+    changes: dict[Node, bool]
 
     # --- operands, all [B, H, …, …] ---
 
     def _readable(self, node: Node) -> bool:
         """Can what ``node`` is made from be read in its place, where the new attention stands?"""
         output, sources = self.found.output, node.all_input_nodes
-        if any(changes_after(source, output) for source in sources):
+        if any(changes_after(source, output, self.changes) for source in sources):
             return False
         return undisturbed(node, output, self.found.nodes, sources)
 
@@ -303,7 +305,7 @@ class _Rewriter:
                 hiding = bias
             elif hides or isinstance(step, Factor):
                 hiding = self._stepped(hiding, step)
-        if bias is not None and hiding is not None and not hides_no_row(hiding):
+        if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
             raise NotAttentionError("its bias is the same for every key")
@@ -355,11 +357,11 @@ def _takes_any_layout(node: Node) -> bool:
     )
 
 
-def _rewrite(found: _Found) -> None:
+def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
     """Put the new attention where the model's result stood; raises, and changes nothing, where it would be another."""
     old, write = found.output, Writer(found.output)
     try:
-        new = _Rewriter(found, write, value_of(old).dtype, _batch(found)).attention()
+        new = _Rewriter(found, write, value_of(old).dtype, _batch(found), changes).attention()
         joined = write.method("flatten", new, 0, 1) if value_of(old).dim() == 3 else new
         result = Operand(joined, found.product.result).written(write)
         # Autocast that begins inside the graph is not in force here; what it casts would come out in another dtype.
@@ -399,15 +401,15 @@ def _replace(write: Writer, old: Node, new: Node) -> None:
 
 def recognise_attention(graph: Graph) -> int:
     """Replace attention that is spelled out by ``F.scaled_dot_product_attention``; returns how many times."""
-    count = 0
+    count, changes = 0, dict[Node, bool]()
     left = transforms_around(graph)
     for softmax in list(graph.nodes):
         if not _is_softmax(softmax) or softmax in left or wrapped_kind(softmax):
             continue
         try:
-            found = _found(softmax)
+            found = _found(softmax, changes)
             if found is not None:
-                _rewrite(found)
+                _rewrite(found, changes)
                 count += 1
         except NotAttentionError as why:
             softmax.meta[STAYS] = str(why)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, writes
+from te_compile.passes.captured_nodes import argument, called, writes, written_by
 
 _BORDERS = {
     torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast,
@@ -32,8 +32,19 @@ def is_border(node: Node) -> bool:
     return node.target in _BORDERS
 
 
-def may_change(node: Node) -> bool:
-    """Does anything write into ``node``, or into what may be a view of it?"""
+def may_change(node: Node, known: dict[Node, bool] | None = None) -> bool:
+    """Does anything write into ``node``, or into what may be a view of it?
+
+    known: what was found out before, and from now on this. All layers read one mask, each a slice of its own, and the
+    answer takes a look at all of them; a pass that asks in every layer remembers it for as long as it runs.
+    """
+    known = {} if known is None else known
+    if node not in known:
+        known[node] = _is_written_to(node)
+    return known[node]
+
+
+def _is_written_to(node: Node) -> bool:
     waiting, seen = [node], {node}
     while waiting:
         for user in waiting.pop().users:
@@ -45,12 +56,17 @@ def may_change(node: Node) -> bool:
     return False
 
 
+def _shares_memory_of(node: Node) -> Node | None:
+    """What ``node`` is a view of or writes into; None if it has memory of its own."""
+    if node.op not in ("call_function", "call_method") or not (writes(node) or _may_be_view(node)):
+        return None
+    source = argument(node, 0, "input")
+    return source if isinstance(source, Node) else None
+
+
 def memory_of(node: Node) -> Node:
     """The node whose memory ``node`` may share: what it is a view of, or writes into, however often."""
-    while node.op in ("call_function", "call_method") and (writes(node) or _may_be_view(node)):
-        source = argument(node, 0, "input")
-        if not isinstance(source, Node):
-            break
+    while (source := _shares_memory_of(node)) is not None:
         node = source
     return node
 
@@ -61,16 +77,21 @@ def _written(node: Node) -> Node | None:
     return memory_of(target) if isinstance(target, Node) else None
 
 
-def changes_after(read: Node, last: Node) -> bool:
+def changes_after(read: Node, last: Node, known: dict[Node, bool]) -> bool:
     """Does anything that follows ``last`` write into the memory of ``read``?
 
     Then ``last`` must not begin to read it: what it keeps for its gradients would be changed before they are computed.
+    Only what reads that memory is looked at: this is asked in every layer, and a walk to the end of the graph for each
+    would take time with the square of their number. known: what ``may_change`` remembers.
     """
-    node, memory = last.next, memory_of(read)
-    while node.op != "root":
-        if writes(node) and _written(node) in (memory, None):
-            return True
-        node = node.next
+    memory = memory_of(read)
+    sharing = [memory] if may_change(memory, known) else []
+    for node in sharing:
+        for user in node.users:
+            if last < user and any(node is written for written in written_by(user)):
+                return True
+            if _shares_memory_of(user) is node:
+                sharing.append(user)
     return False
 
 

@@ -94,14 +94,15 @@ def _why_not_shared(attention: Node) -> str:
     return ""
 
 
-def _may_be_read(source: Node, attention: Node) -> bool:
+def _may_be_read(source: Node, attention: Node, changes: dict[Node, bool]) -> bool:
     """Is ``source`` what it was when the copies were made, for as long as ``attention`` and its gradients need it?"""
-    return undisturbed(source, attention, (), (source,)) and not changes_after(source, attention)
+    return undisturbed(source, attention, (), (source,)) and not changes_after(source, attention, changes)
 
 
-def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any]) -> str:
-    """Why ``attention`` cannot read ``sources`` for their copies ``repeated``; "" if it can."""
-    if not all(_may_be_read(source, attention) for source in sources):
+def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], changes: dict[Node, bool]) -> str:
+    """Why ``attention`` cannot read ``sources`` for their copies ``repeated``; "" if it can. changes: what
+    ``may_change`` remembers."""
+    if not all(_may_be_read(source, attention, changes) for source in sources):
         return "what they are copies of is changed in place"
     heads = {value_of(source).shape[1] for source in sources}
     if len(heads) != 1 or value_of(argument(attention, 0, "query")).shape[1] != value_of(repeated[0]).shape[1]:
@@ -111,7 +112,7 @@ def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any]) -
 
 def undo_repeated_heads(graph: Graph) -> int:
     """Hand attention the heads of keys and values before they were repeated; returns how many attentions changed."""
-    count = 0
+    count, changes = 0, dict[Node, bool]()
     targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
     left = transforms_around(graph)
     for attention in [node for node in graph.nodes if node.target in targets and node not in left]:
@@ -119,7 +120,7 @@ def undo_repeated_heads(graph: Graph) -> int:
         sources = [_unrepeated(node) for node in repeated]
         if any(source is None for source in sources):
             continue
-        why = _why_copies_stay(attention, repeated, sources)
+        why = _why_copies_stay(attention, repeated, sources, changes)
         if why:
             attention.meta[COPIES_STAY] = why
             continue
