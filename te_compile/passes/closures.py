@@ -75,13 +75,22 @@ class IndexSpace:
         self.rows, self.columns, self.device = rows, columns, device
         self._operands: dict[Item, list[Item] | None] = {}
         self._reads: dict[Item, frozenset[Item]] = {}
+        self._followers: dict[Item, set[Item]] = {}  # by an item those whose reads were found from its own
         self._parts: dict[Node, Parts | None] = {}
 
     def forget(self, nodes: set[Node]) -> None:
-        """``nodes`` read something else now."""
-        for item in [item for item in self._operands if item.node in nodes]:
-            del self._operands[item]
-        self._reads.clear()
+        """``nodes`` read something else now.
+
+        What does not follow from them stays known: a residual stream is one chain through all layers, and a search that
+        starts from its beginning after each change takes time with the square of their number.
+        """
+        waiting = [Item(node, place) for node in nodes for place in Place]
+        for item in waiting:
+            self._operands.pop(item, None)
+        while waiting:
+            item = waiting.pop()
+            self._reads.pop(item, None)
+            waiting.extend(self._followers.pop(item, ()))
         self._parts.clear()
 
     def row_dimensions(self, shape: Any) -> int | None:
@@ -167,6 +176,7 @@ class IndexSpace:
                 continue
             found: frozenset[Item] = frozenset()
             for operand in operands:
+                self._followers.setdefault(operand, set()).add(top)
                 found |= self._cheapest(operand)
             self._reads[top] = found if len(found) <= 2 * MOST_MATRICES else frozenset({top})
             waiting.pop()
