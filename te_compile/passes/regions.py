@@ -9,8 +9,10 @@ as a new result, so passes need not care how deep they are.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
@@ -23,12 +25,16 @@ ENTERED = ("tag_activation_checkpoint",)
 
 @dataclass
 class Region:
-    """``module.graph``, and for a body the ``call`` node in the ``parent`` region that runs it."""
+    """``module.graph``, and for a body the ``call`` node in the ``parent`` region that runs it.
+
+    A body may hold many layers, and each linear in it asks for several operands, so nothing here walks over them all.
+    """
 
     module: GraphModule
     parent: Region | None = None
     call: Node | None = None
-    brought: dict[Node, Node] = field(default_factory=dict)
+    _positions: dict[Node, int] = field(default_factory=dict)  # of placeholders
+    _inside: dict[Node, Node] = field(default_factory=dict)  # by a node of the root the placeholder for it
 
     @property
     def graph(self) -> Graph:
@@ -46,28 +52,39 @@ class Region:
         while region.parent is not None and region.call is not None:
             if node.op != "placeholder":
                 return None
-            operand = region.call.args[1 + region.placeholders.index(node)]
+            operand = region.operand_of(node)
             if not isinstance(operand, Node):
                 return None
             node, region = operand, region.parent
         return node
 
+    def operand_of(self, placeholder: Node) -> Any:
+        """What a body's call hands in for ``placeholder``."""
+        assert self.call is not None, "the root is called by nobody in the graph"
+        if placeholder not in self._positions:
+            self._positions = {node: position for position, node in enumerate(self.placeholders)}
+        return self.call.args[1 + self._positions[placeholder]]
+
     def bring_in(self, root_node: Node) -> Node:
         """A node of this region that holds the value of ``root_node``, which must come before the region's call."""
         if self.parent is None or self.call is None:
             return root_node
-        if root_node not in self.brought:
-            known = [node for node in self.placeholders if self.at_root(node) is root_node]
-            if known:
-                return known[0]
-            operand = self.parent.bring_in(root_node)
-            with self.graph.inserting_after(self.placeholders[-1]):
-                brought = self.graph.placeholder(root_node.name)
-            # The body may have another value of this name; what counts in its signature is the target.
-            brought.target = brought.name
-            self.brought[root_node] = brought
-            self.call.args = (*self.call.args, operand)
-        return self.brought[root_node]
+        if not self._inside:
+            for node in reversed(self.placeholders):  # the first of several stays
+                outside = self.at_root(node)
+                if outside is not None:
+                    self._inside[outside] = node
+        known = self._inside.get(root_node)
+        if known is not None and self.at_root(known) is root_node:
+            return known
+        operand, last = self.parent.bring_in(root_node), next(reversed(self._positions))
+        with self.graph.inserting_after(last):
+            brought = self.graph.placeholder(root_node.name)
+        # The body may have another value of this name; what counts in its signature is the target.
+        brought.target = brought.name
+        self._inside[root_node], self._positions[brought] = brought, len(self._positions)
+        self.call.insert_arg(len(self.call.args), operand)
+        return brought
 
     def send_out(self, node: Node) -> Node:
         """A node of the root that holds the value of this region's ``node``."""
@@ -98,9 +115,9 @@ def regions_of(module: GraphModule) -> tuple[list[Region], list[tuple[str, Graph
     left: list[tuple[str, GraphModule]] = []
     for region in entered:
         found, transformed = list(_bodies(region)), transforms_around(region.graph)
+        calls = Counter(id(body) for _, _, body in found)
         for call, name, body in found:
-            shared = sum(other is body for _, _, other in found) > 1
-            if name in ENTERED and not shared and call not in transformed:
+            if name in ENTERED and calls[id(body)] == 1 and call not in transformed:
                 entered.append(Region(body, region, call))
             else:
                 left.append((name, body))

@@ -80,7 +80,7 @@ class NotAWeightError(Exception):
 def origin(node: Any, region: Region) -> tuple[Any, Region]:
     """What ``node`` stands for, and the region that has it, if it is an operand handed into a body; else itself."""
     while isinstance(node, Node) and node.op == "placeholder" and region.parent is not None and region.call is not None:
-        node, region = region.call.args[1 + region.placeholders.index(node)], region.parent
+        node, region = region.operand_of(node), region.parent
     return node, region
 
 
