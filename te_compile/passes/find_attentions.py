@@ -18,7 +18,7 @@ from te_compile.passes.captured_nodes import argument
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.fold_masks import FOLDED, MASK_STAYS
 from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.names import module_name
+from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS
 from te_compile.passes.regions import Region
@@ -35,7 +35,7 @@ def _caller(softmax: Node) -> Node:
     return scores if isinstance(scores, Node) else softmax
 
 
-def _of_call(node: Node, left_alone: str) -> Attention:
+def _of_call(node: Node, name: str, left_alone: str) -> Attention:
     """An attention that is ``F.scaled_dot_product_attention``; ``left_alone``: why no pass looked at it, if so."""
     mask, mask_reason, heads = "none", "", ""
     if FOLDED in node.meta:
@@ -50,19 +50,19 @@ def _of_call(node: Node, left_alone: str) -> Attention:
         heads = "copied"
     status = "recognised" if RECOGNISED in node.meta else "sdpa"
     heads_reason = node.meta.get(COPIES_STAY, "")
-    return Attention(module_name(node, None), node, status, "", mask, mask_reason, heads, heads_reason)
+    return Attention(name, node, status, "", mask, mask_reason, heads, heads_reason)
 
 
 def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
-    transformed = transforms_around(graph)
+    transformed, own = transforms_around(graph), own_variable(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _CALLS:
-            yield _of_call(node, transformed.get(node, left_alone))
+            yield _of_call(node, module_name(node, None, own), transformed.get(node, left_alone))
         elif STAYS in node.meta:
             place = _caller(node)
-            yield Attention(module_name(place, None), place, "stays", node.meta[STAYS])
+            yield Attention(module_name(place, None, own), place, "stays", node.meta[STAYS])
         elif STAYS_CLOSED in node.meta:
-            yield Attention(module_name(node, None), node, "stays", node.meta[STAYS_CLOSED])
+            yield Attention(module_name(node, None, own), node, "stays", node.meta[STAYS_CLOSED])
 
 
 def find_attentions(regions: list[Region], left: list[tuple[str, GraphModule]], plan: Plan) -> int:

@@ -26,7 +26,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site, is_einsum
-from te_compile.passes.names import module_name
+from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
@@ -155,12 +155,12 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
 
 
 def _sites_in(region: Region, weights: Weights) -> Iterator[Site]:
-    transformed = transforms_around(region.graph)
+    transformed, own = transforms_around(region.graph), own_variable(region.graph)
     for node in region.graph.nodes:
         for matches, build in _FORMS:
             site = build(region, node, weights) if matches(node) else None
             if site is not None:
-                site.name = module_name(node, site.root_weight or site.weight)
+                site.name = module_name(node, site.root_weight or site.weight, own)
                 if node in transformed:
                     site.keep(Cause.UNSUPPORTED, transformed[node])
                 yield site

@@ -95,9 +95,14 @@ class _Lowering:
         self.training, self.cache_weights = training, cache_weights
         self.first = next(iter(graph.nodes))
         self.weights = list(dict.fromkeys(site.root_weight for site in self.sites if site.root_weight is not None))
+        self.rows = {weight: row for row, weight in enumerate(self.weights)}
         # One parameter can have several: its slices, or itself and a masked copy. They share its state.
         matrices = {site.matrix.value: site.matrix for site in self.sites if site.matrix is not None}
         self.matrices = list(matrices.values())
+        self.uses: dict[Node, list[Site]] = {}  # by the value of their matrix
+        for site in self.sites:
+            if site.matrix is not None:
+                self.uses.setdefault(site.matrix.value, []).append(site)
         self.signature = Signature(self.weights, training and recipe.stateful, 0, recipe.stateful)
         self.format, self.rule = recipe.fp8_format, recipe.rule().text()
         self.forward_states: list[Node] = []
@@ -126,7 +131,7 @@ class _Lowering:
                 token = _new_placeholder(self.graph, "te_token")
         self.scales = self.call(SNAPSHOT, self.forward_states + self.backward_states)
         if self.signature.training:
-            owners = [self.weights.index(site.root_weight) for site in self.sites if site.root_weight is not None]
+            owners = [self.rows[site.root_weight] for site in self.sites if site.root_weight is not None]
             self.slots = self.call(GRADIENT_SLOTS, token, self.backward_states, owners, self.recipe.key())
 
     def quantize_weights(self) -> dict[Node, _Weight]:
@@ -178,10 +183,12 @@ class _Lowering:
         return self._slices(members, group.layout, *inputs)
 
     def _group(self, members: list[Matrix], offsets: list[int]) -> WeightGroup:
-        weights = list(dict.fromkeys(matrix.owner for matrix in members))
+        sources: dict[Node, int] = {}
+        for matrix in members:
+            sources.setdefault(matrix.owner, len(sources))
         rowwise, columnwise = zip(*map(self._layouts, members), strict=True)
         layout = Layout(
-            tuple(weights.index(matrix.owner) for matrix in members),
+            tuple(sources[matrix.owner] for matrix in members),
             tuple(offsets),
             tuple(map(stored_shape, members)),
             tuple(map(self._padded_shape, members)),
@@ -194,8 +201,8 @@ class _Lowering:
         chosen = implementations_for(members, self.format.forward)
         assert chosen is not None, "such matrices are quantised in the graph"
         lasting = not (self.training and value_of(members[0].owner).requires_grad)
-        owners = [self.weights.index(matrix.owner) for matrix in members]
-        return WeightGroup(weights, owners, layout, value.dtype, value.device, lasting, *chosen)
+        owners = [self.rows[matrix.owner] for matrix in members]
+        return WeightGroup(list(sources), owners, layout, value.dtype, value.device, lasting, *chosen)
 
     def _quantize_group(self, members: list[Matrix], copies: dict[Node, Node]) -> dict[Node, _Weight]:
         detached = [self.call(torch.detach, matrix.copied(self.graph, copies)) for matrix in members]
@@ -203,7 +210,7 @@ class _Lowering:
         aligned = [self._pad(*each) for each in zip(detached, members, shapes, strict=True)]
         scales = None
         if self.scales is not None:
-            rows = [2 * self.weights.index(matrix.owner) + 1 for matrix in members]
+            rows = [2 * self.rows[matrix.owner] + 1 for matrix in members]
             whole = rows == list(range(1, 2 * len(self.weights), 2))
             picked = (slice(1, 2 * len(rows), 2),) if whole else (rows,)
             scales = self.call(torch.ops.aten.contiguous.default, self.call(operator.getitem, self.scales, picked))
@@ -251,7 +258,7 @@ class _Lowering:
 
     def _layouts(self, matrix: Matrix) -> tuple[bool, bool]:
         """Which copies of a matrix its products read: (as stored, transposed). dgrad alone reads the second one."""
-        uses = [site for site in self.sites if site.matrix is not None and site.matrix.value is matrix.value]
+        uses = self.uses[matrix.value]
         forward = {site.transposed for site in uses}
         # Inside a checkpointed body the example values do not say what will require a gradient.
         dgrad = {
@@ -269,14 +276,14 @@ class _Lowering:
 
     def update(self, amaxes: dict[Node, list[Node]], quantized: dict[Node, _Weight]) -> None:
         """The one update of all forward states, last in the graph."""
+        of_matrices: dict[Node, list[Node]] = {}
+        for matrix in self.matrices:
+            amax = quantized[matrix.value].amax
+            if amax is not None:
+                of_matrices.setdefault(matrix.owner, []).append(amax)
         values = []
         for weight in self.weights:
-            of_matrices = [
-                amax
-                for matrix in self.matrices
-                if matrix.owner is weight and (amax := quantized[matrix.value].amax) is not None
-            ]
-            values += [self._largest(amaxes[weight]), self._largest(of_matrices)]
+            values += [self._largest(amaxes[weight]), self._largest(of_matrices[weight])]
         self.call(UPDATE_SCALES, self.forward_states, values, "forward", self.recipe.key())
 
     def _largest(self, amaxes: list[Node]) -> Node:
@@ -342,7 +349,7 @@ def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool, cach
         scales = []
         for use, site in enumerate(work.sites):
             assert site.root_weight is not None and site.x is not None
-            own = work.weights.index(site.root_weight)
+            own = work.rows[site.root_weight]
             shared = first_reader.setdefault(site.x, own)
             gradient = work.scale(2 * len(work.weights) + own) if work.signature.training else None
             slot = None if work.slots is None else work.call(torch.select, work.slots, 0, use)

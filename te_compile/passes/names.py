@@ -110,26 +110,34 @@ def _source(placeholder: Node | None) -> str:
     return source.name() if callable(source.name) else source.name
 
 
-def input_name(placeholder: Node) -> str:
-    """What ``placeholder`` holds, as users write it: ``attention_mask`` or ``transformer.h.0.attn.bias``."""
-    name = dotted(_source(placeholder), _own_variable(placeholder.graph)) or placeholder.name
+def input_name(placeholder: Node, own: str | None = None) -> str:
+    """What ``placeholder`` holds, as users write it: ``attention_mask`` or ``transformer.h.0.attn.bias``.
+
+    own: ``own_variable`` of its graph, if it is known.
+    """
+    own = own_variable(placeholder.graph) if own is None else own
+    name = dotted(_source(placeholder), own) or placeholder.name
     return name.removeprefix("kwargs.")  # where a call passes arguments on, they keep the name that its caller gave
 
 
-def _own_variable(graph: Graph) -> str:
-    """The variable in which the captured frame has its own module; "" for a function, or where no module is called."""
+def own_variable(graph: Graph) -> str:
+    """The variable in which the captured frame has its own module; "" for a function, or where no module is called.
+
+    To know the latter takes a look at every node, so whoever names many linears of one graph asks once.
+    """
     outermost = next((stack[0][1] for node in graph.nodes if (stack := _stack(node))), "")
     # A frame's own module is no entry of its stacks: what stands there alone was called from a function.
     root, below = _components(outermost) or ("", [])
     return root if below else ""
 
 
-def module_name(node: Node, weight: Node | None) -> str:
+def module_name(node: Node, weight: Node | None, own: str | None = None) -> str:
     """The name of the linear ``node``, whose weight is the root placeholder ``weight``, as far as Dynamo knows it.
 
-    After a graph break Dynamo sees a part of the model alone, and names start there.
+    After a graph break Dynamo sees a part of the model alone, and names start there. own: ``own_variable`` of the
+    node's graph, if it is known.
     """
-    stack, own = _stack(node), _own_variable(node.graph)
+    stack, own = _stack(node), own_variable(node.graph) if own is None else own
     ran_in = dotted(stack[-1][1], own) if stack else None
     source = dotted(_source(weight), own)
     return name_of_use(ran_in, [source] if source else []) or node.name
