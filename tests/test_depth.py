@@ -53,8 +53,8 @@ class Attention(nn.Module):
             scores = q @ k.transpose(2, 3) * 0.25 + mask[:, :, :, : x.shape[1]]
             out = F.softmax(scores, dim=-1) @ v
         else:
-            shared = [each[:, :1, None].expand(-1, 1, HEADS, -1, -1).reshape(q.shape) for each in (k, v)]
-            out = F.scaled_dot_product_attention(q, *shared, attn_mask=mask[:, :, :, : x.shape[1]])
+            k, v = (each[:, :1, None].expand(-1, 1, HEADS, -1, -1).reshape(q.shape) for each in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, :, : x.shape[1]])
         return self.o(out.transpose(1, 2).flatten(2))
 
 
@@ -128,8 +128,9 @@ def counting(lines: Counter[str]) -> Iterator[None]:
     """Count the lines of the package that run inside, by file and function."""
 
     def each_line(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
         if event == "line":
-            lines[f"{frame.f_code.co_filename.removeprefix(PACKAGE)}: {frame.f_code.co_qualname}"] += 1
+            lines[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno} {code.co_name}"] += 1
         return each_line
 
     def each_call(frame: FrameType, event: str, argument: Any) -> Any:
