@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
+from te_compile.passes.direct_amaxes import direct_amaxes
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
@@ -38,7 +39,8 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
 """On Dynamo's graph and on every body inside it; then linears are found, selected and lowered (``backend``)."""
 
 JOINT_PASSES: tuple[GraphPass, ...] = (
-    share_inputs,  # first: two quantizes of one value would hide it from the fusions
+    direct_amaxes,  # first: there is less to look at for all that follow
+    share_inputs,  # before the fusions: two quantizes of one value would hide it from the fusions
     fuse_norm_quantize,
     add_in_products,  # before the producers: what they would add is a read of theirs, and none of the product's
     open_norms,  # what no kernel runs goes back to Inductor, and its pointwise part to the producers

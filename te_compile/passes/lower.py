@@ -132,7 +132,9 @@ class _Lowering:
         self.scales = self.call(SNAPSHOT, self.forward_states + self.backward_states)
         if self.signature.training:
             owners = [self.rows[site.root_weight] for site in self.sites if site.root_weight is not None]
-            self.slots = self.call(GRADIENT_SLOTS, token, self.backward_states, owners, self.recipe.key())
+            slots = self.call(GRADIENT_SLOTS, token, self.backward_states, owners, self.recipe.key())
+            # Together: a gradient of each alone would be as long as all slots, and there would be as many to add up.
+            self.slots = self.call(torch.unbind, slots)
 
     def quantize_weights(self) -> dict[Node, _Weight]:
         """One quantize for all matrices of one dtype and device, and each one's slices of what it gives.
@@ -352,7 +354,7 @@ def lower_linears(graph: Graph, plan: Plan, recipe: Recipe, training: bool, cach
             own = work.rows[site.root_weight]
             shared = first_reader.setdefault(site.x, own)
             gradient = work.scale(2 * len(work.weights) + own) if work.signature.training else None
-            slot = None if work.slots is None else work.call(torch.select, work.slots, 0, use)
+            slot = None if work.slots is None else work.call(operator.getitem, work.slots, use)
             scales.append((work.scale(2 * shared), gradient, slot))
     amaxes: dict[Node, list[Node]] = {}
     became: dict[Node, Node] = {}
