@@ -88,12 +88,16 @@ def high_precision_step(plan: Plan, training: bool) -> Step:
 
 def with_fp8(step: Step, sites: list[Site], training: bool) -> Step:
     """``step`` with the linears of ``sites`` in FP8."""
-    if not sites:
+    return _changed(step, sum(map(_products_of, sites)), sum(device_gain(site, training) for site in sites), training)
+
+
+def _changed(step: Step, linears: int, saved: float, training: bool) -> Step:
+    """``step`` with so many linears in FP8, which save so many microseconds on the device."""
+    if not linears:
         return step
     before, after = speed.host_costs(training)
-    linears = sum(map(_products_of, sites))
     host = step.host + after.step - before.step + linears * (after.linear - before.linear)
-    return Step(step.device - sum(device_gain(site, training) for site in sites), host)
+    return Step(step.device - saved, host)
 
 
 def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[list[Site], str]:
@@ -104,13 +108,13 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
     if not plan.selected or replays_cuda_graphs(options):
         return [], ""
 
-    def gain(site: Site) -> float:
-        return device_gain(site, training)
-
-    ordered = sorted(plan.selected, key=gain, reverse=True)
-    counts = [0, *accumulate(len(list(alike)) for _, alike in groupby(ordered, gain))]
+    gains = [(device_gain(site, training), site) for site in plan.selected]
+    gains.sort(key=lambda pair: pair[0], reverse=True)
+    ordered = [site for _, site in gains]
+    counts = [0, *accumulate(len(list(alike)) for _, alike in groupby(gains, lambda pair: pair[0]))]
+    linears, saved = [0, *accumulate(map(_products_of, ordered))], [0.0, *accumulate(gain for gain, _ in gains)]
     as_it_is = high_precision_step(plan, training)
-    steps = {count: with_fp8(as_it_is, ordered[:count], training) for count in counts}
+    steps = {count: _changed(as_it_is, linears[count], saved[count], training) for count in counts}
     best = min(counts, key=lambda count: (steps[count].time, -count))
     if steps[best].time > (1 - speed.LEAST_GAIN) * as_it_is.time:
         best = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_compile.options import Options
-from te_compile.passes import select, speed
+from te_compile.passes import select, speed, step_cost
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Cause, Plan
 from te_compile.passes.select import select_linears
@@ -108,6 +108,20 @@ def test_a_gain_within_the_error_of_the_estimate_changes_nothing() -> None:
     plan = Plan(sites=[FakeSite("fp8", 8192, (1024, 1024)), FakeSite("head", 8192, (1024, 65536), cause=Cause.RULE)])
     assert device_gain(plan.sites[0], True) > 0
     assert kept(plan) == ["fp8"]
+
+
+def test_each_linear_is_weighed_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may all differ in width."""
+    weighed: list[str] = []
+
+    def counted(site: Any, training: bool) -> float:
+        weighed.append(site.name)
+        return device_gain(site, training)
+
+    monkeypatch.setattr(step_cost, "device_gain", counted)
+    plan = Plan(sites=[FakeSite(str(width), 4096, (1024, 1024 + 16 * width)) for width in range(50)])
+    too_dear_to_launch(plan, Options(), True)
+    assert sorted(weighed, key=int) == [str(width) for width in range(50)]
 
 
 def test_experts_that_share_rows_are_one_launch_and_a_batch_of_products_is_many() -> None:
