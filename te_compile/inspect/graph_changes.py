@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -22,14 +24,7 @@ def changes(before: str, after: str) -> list[Change]:
     if before == after:
         return []
     old, new = before.splitlines(), after.splitlines()
-    start = _common(old, new)
-    end = _common(old[start:][::-1], new[start:][::-1])
-    # Passes change a place or two: without what is equal at both ends there is little left to match.
-    matcher = SequenceMatcher(None, old[start : len(old) - end], new[start : len(new) - end], autojunk=False)
-    whole = [(tag, a + start, b + start, c + start, d + start) for tag, a, b, c, d in matcher.get_opcodes()]
-    whole.insert(0, ("equal", 0, start, 0, start))
-    whole.append(("equal", len(old) - end, len(old), len(new) - end, len(new)))
-    return list(_lines([each for each in whole if each[1] < each[2] or each[3] < each[4]], old, new))
+    return list(_lines(_steps(old, new), old, new))
 
 
 def counts(found: list[Change]) -> tuple[int, int]:
@@ -37,13 +32,50 @@ def counts(found: list[Change]) -> tuple[int, int]:
     return sum(each.mark == "+" for each in found), sum(each.mark == "-" for each in found)
 
 
-def _common(old: list[str], new: list[str]) -> int:
-    """How many lines two texts have in common at their start."""
-    length = min(len(old), len(new))
-    return next((i for i in range(length) if old[i] != new[i]), length)
-
-
 _Step = tuple[str, int, int, int, int]
+
+
+def _steps(old: list[str], new: list[str]) -> list[_Step]:
+    """What to do to lines a to b of ``old``, to have lines c to d of ``new``, from the first line to the last.
+
+    Passes change a place or two of every layer, and a matcher that sees the whole looks at all of it for each. Nearly
+    all lines of a graph are the only ones of their kind, so it is asked about what lies between those.
+    """
+    steps: list[_Step] = []
+    a = c = 0
+    for i, j in [*_anchors(old, new), (len(old), len(new))]:
+        if a < i or c < j:
+            between = SequenceMatcher(None, old[a:i], new[c:j], autojunk=False).get_opcodes()
+            steps += [(tag, start + a, end + a, first + c, last + c) for tag, start, end, first, last in between]
+        steps.append(("equal", i, min(i + 1, len(old)), j, min(j + 1, len(new))))
+        a, c = i + 1, j + 1
+    joined: list[_Step] = []
+    for step in steps:
+        if joined and joined[-1][0] == step[0] == "equal":
+            joined[-1] = ("equal", joined[-1][1], step[2], joined[-1][3], step[4])
+        elif step[1] < step[2] or step[3] < step[4]:
+            joined.append(step)
+    return joined
+
+
+def _anchors(old: list[str], new: list[str]) -> list[tuple[int, int]]:
+    """Where the lines that both texts have once stand in each: as many as come in the same order in both."""
+    in_old, in_new = Counter(old), Counter(new)
+    places = {line: j for j, line in enumerate(new) if in_new[line] == in_old[line] == 1}
+    pairs = [(i, places[line]) for i, line in enumerate(old) if line in places]
+    # The longest rising sequence: for each length the pair that ends lowest, and for each pair the one before it.
+    lowest: list[int] = []
+    ending: list[int] = []
+    before: list[int | None] = []
+    for index, (_, j) in enumerate(pairs):
+        length = bisect_left(lowest, j)
+        lowest[length : length + 1], ending[length : length + 1] = [j], [index]
+        before.append(ending[length - 1] if length else None)
+    chain, last = [], ending[-1] if ending else None
+    while last is not None:
+        chain.append(pairs[last])
+        last = before[last]
+    return chain[::-1]
 
 
 def _lines(steps: list[_Step], old: list[str], new: list[str]) -> Iterator[Change]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import subprocess
+from difflib import SequenceMatcher
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from te_compile.inspect import graph_changes
 from te_compile.inspect.coverage import percent, shares
 from te_compile.inspect.graph_changes import CONTEXT, Change, changes, counts
 from te_compile.inspect.layers import by_layer, layer_of
@@ -182,6 +185,31 @@ def test_before_and_after_can_be_read_back_from_a_comparison() -> None:
     found = changes(old, new)
     assert "\n".join(each.text for each in found if each.mark in " -") == old
     assert "\n".join(each.text for each in found if each.mark in " +") == new
+
+
+def test_comparisons_of_any_lines_can_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that come once or often, moved, and with nothing in common."""
+    monkeypatch.setattr(graph_changes, "CONTEXT", 100)  # nothing is left out
+    for _ in range(300):
+        old, new = ([random.choice("abcdefghijkl") for _ in range(random.randrange(1, 20))] for _ in range(2))
+        found = changes("\n".join(old), "\n".join(new))
+        assert "".join(each.text for each in found if each.mark in " -") == ("" if old == new else "".join(old))
+        assert "".join(each.text for each in found if each.mark in " +") == ("" if old == new else "".join(new))
+
+
+def test_a_comparison_takes_as_long_for_each_layer_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    class Counting(SequenceMatcher[str]):
+        def __init__(self, junk: None, a: list[str], b: list[str], autojunk: bool) -> None:
+            given.append(len(a) + len(b))
+            super().__init__(junk, a, b, autojunk)
+
+    monkeypatch.setattr(graph_changes, "SequenceMatcher", Counting)
+    old = [f"{layer}.{i} = f({i})" for layer in range(40) for i in range(20)]
+    new = [line if i % 20 else f"{line} + 1" for i, line in enumerate(old)]
+    assert counts(changes("\n".join(old), "\n".join(new))) == (40, 40)
+    assert given == [2] * 40, "what is alike needs no matcher"
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------
