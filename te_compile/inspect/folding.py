@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -28,16 +28,18 @@ def folded(rows: Sequence[AnyRow]) -> Iterator[tuple[str, int, AnyRow]]:
 
 def _of_group(mask: str, rows: list[AnyRow]) -> Iterator[tuple[str, int, AnyRow]]:
     """One line if the numbers of ``rows`` are all combinations of some ranges, else a line for each name."""
-    names = dict.fromkeys(row.name for row in rows)
+    names: dict[str, list[AnyRow]] = {}
+    for row in rows:
+        names.setdefault(row.name, []).append(row)
     if len(names) == 1:
         yield rows[0].name, len(rows), rows[0]
         return
     numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
     positions = [sorted(set(values)) for values in zip(*numbers, strict=True)]
     ranges = [_range_text(values) for values in positions]
-    if None in ranges or set(product(*positions)) != set(numbers):
-        for name in names:
-            of_name = [row for row in rows if row.name == name]
+    # Each is one of the combinations, so as many as there are of those are all of them.
+    if None in ranges or math.prod(map(len, positions)) != len(set(numbers)):
+        for name, of_name in names.items():
             yield name, len(of_name), of_name[0]
         return
     remaining = iter(ranges)

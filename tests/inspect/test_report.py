@@ -81,6 +81,14 @@ def test_layers_that_differ_in_anything_are_not_folded_together() -> None:
     assert folded == [("h.0,1,3,5.fc", 4), ("h.2.fc", 1), ("h.4.fc", 1)]
 
 
+def test_combinations_that_no_name_has_are_not_listed_to_see_that() -> None:
+    """Of three numbers there are 27 million here."""
+    names = [f"a.{i}.b.{i}.c.{i}" for i in range(300)]
+    assert [(line.name, line.count) for line in lines_of([row(name) for name in names])] == [
+        (name, 1) for name in names
+    ]
+
+
 def test_a_range_may_have_gaps() -> None:
     rows = [row(f"h.{i}.fc") for i in (0, 2, 3, 4, 5, 9)]
     assert [line.name for line in lines_of(rows)] == ["h.0,2–5,9.fc"]
