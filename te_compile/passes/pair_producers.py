@@ -59,16 +59,20 @@ class Producer:
 def pair_producers(graph: Graph) -> int:
     """Merge producers two by two where they share what they read; returns how many pairs there are."""
     pairs = 0
-    waiting: list[Producer] = []
+    waiting: dict[Any, list[Producer]] = {}  # by each matrix that they read: to ask all others is a matter of depth
+    paired: set[Node] = set()
     for node in graph.find_nodes(op="call_function", target=FUSED_QUANTIZE):
         producer = _producer(node)
         if producer is None:
             continue
-        partner = next((each for each in waiting if _belong_together(each, producer)), None)
+        matrices = {producer.known_as(read): None for read in producer.reads if read[0].place is Place.FULL}
+        found = (each for matrix in matrices for each in waiting.get(matrix, ()) if each.node not in paired)
+        partner = next((each for each in found if _belong_together(each, producer)), None)
         if partner is None:
-            waiting.append(producer)
+            for matrix in matrices:
+                waiting.setdefault(matrix, []).append(producer)
         else:
-            waiting.remove(partner)
+            paired.add(partner.node)
             _merge(partner, producer)
             pairs += 1
     return pairs
