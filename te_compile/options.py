@@ -94,9 +94,9 @@ class Options:
         """Why ``include`` or ``exclude`` keep the linear of module ``name`` in high precision; None if they do not."""
         pattern = _selected_by(self.exclude, name, info)
         if pattern is not None:
-            return f"exclude {pattern}"
+            return f"exclude {pattern}; take that out to allow FP8"
         if self.include is not None and _selected_by(self.include, name, info) is None:
-            return "not matched by include"
+            return "not matched by include; add its name there to allow FP8"
         return None
 
     def why_attention_excluded(self, name: str) -> str | None:

@@ -11,6 +11,8 @@ import torch
 from te_compile.options import OptionError, Options, configure, configured
 from te_compile.recipe import DelayedScaling, Float8CurrentScaling, Format
 
+NOT_INCLUDED = "not matched by include; add its name there to allow FP8"
+
 
 @pytest.fixture(autouse=True)
 def no_defaults_but_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -253,16 +255,16 @@ def test_configure_is_all_or_nothing() -> None:
     ],
 )
 def test_a_pattern_fits_whole_names_and_what_is_inside(pattern: str, name: str, excluded: bool) -> None:
-    reason = f"exclude pattern {pattern!r}" if excluded else None
+    reason = f"exclude pattern {pattern!r}; take that out to allow FP8" if excluded else None
     assert Options(exclude=pattern).why_excluded(name) == reason
-    assert Options(include=pattern).why_excluded(name) == (None if excluded else "not matched by include")
+    assert Options(include=pattern).why_excluded(name) == (None if excluded else NOT_INCLUDED)
 
 
 def test_exclude_wins_over_include() -> None:
     options = Options(include="*.mlp.*", exclude=["*.down", "*.gate"])
     assert options.why_excluded("0.mlp.up") is None
-    assert options.why_excluded("0.mlp.down") == "exclude pattern '*.down'"
-    assert options.why_excluded("0.attention.q") == "not matched by include"
+    assert options.why_excluded("0.mlp.down") == "exclude pattern '*.down'; take that out to allow FP8"
+    assert options.why_excluded("0.attention.q") == NOT_INCLUDED
 
 
 def test_a_function_sees_name_and_info() -> None:
@@ -270,13 +272,13 @@ def test_a_function_sees_name_and_info() -> None:
         return info["features"] < 64
 
     options = Options(exclude=small)
-    assert options.why_excluded("fc", {"features": 32}) == "exclude function 'small'"
+    assert options.why_excluded("fc", {"features": 32}) == "exclude function 'small'; take that out to allow FP8"
     assert options.why_excluded("fc", {"features": 64}) is None
-    assert Options(include=small).why_excluded("fc", {"features": 64}) == "not matched by include"
+    assert Options(include=small).why_excluded("fc", {"features": 64}) == NOT_INCLUDED
 
 
 def test_an_empty_include_takes_nothing() -> None:
-    assert Options(include=[]).why_excluded("fc") == "not matched by include"
+    assert Options(include=[]).why_excluded("fc") == NOT_INCLUDED
 
 
 # --- key --------------------------------------------------------------------------------------------------------

@@ -88,6 +88,10 @@ class NotAttentionError(Exception):
     """Why something that looks like attention is none, in words for a report."""
 
 
+_NO_SCORES = "what softmax is taken of is no product of queries and keys; nothing to do: no fused kernel computes that"
+SCORES_ARE_READ = "its scores are read elsewhere too; return and log none of them for a fused kernel"
+
+
 def same_sizes(a: Any, b: Any) -> bool:
     """Are two shapes equal, for every size that is symbolic, without a guard?"""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
@@ -218,17 +222,18 @@ def _steps(node: Node) -> Iterator[tuple[Node, Step | None]]:
 def scores_behind(node: Any) -> Scores:
     """The scores that ``node`` holds, from their product on; raises NotAttentionError where they are no plain ones."""
     if not is_tensor(node):
-        raise NotAttentionError("what softmax is taken of is no product of queries and keys")
+        raise NotAttentionError(_NO_SCORES)
     for product in contractions_of(node):
         if product.result == tuple(range(len(product.result))):
             addend = [] if product.addend is None else [Addend(product.addend, False, value_of(node).dim())]
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
-        raise NotAttentionError("what softmax is taken of is no product of queries and keys")
-    reason = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do"
+        raise NotAttentionError(_NO_SCORES)
+    reason = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do; "
+    reason += "use flex_attention for a fused kernel, where the model offers it"
     for source, step in _steps(node):
         if len(source.users) > 1:
-            reason = "its scores are read elsewhere too"
+            reason = SCORES_ARE_READ
             continue
         try:
             scores = scores_behind(source)

@@ -65,7 +65,7 @@ def batched_site(region: Region, node: Node, weights: Weights) -> Site | None:
     site = Site("", form, region, node, size_hint(tokens), features, x, weight, added, linears=experts)
     site.root_weight = matrix.owner
     if experts > MOST_EXPERTS:
-        why = f"{form} of {experts} experts; up to {MOST_EXPERTS} are written out as FP8 linears"
+        why = f"{form} of {experts} experts, of which FP8 takes up to {MOST_EXPERTS}; use F.grouped_mm for more"
         site.keep(Cause.UNSUPPORTED, why)
     site.spell = partial(_spelled, weights=weights)
     return site

@@ -70,6 +70,6 @@ def find_attentions(regions: list[Region], left: list[tuple[str, GraphModule]], 
     for region in regions:
         plan.attentions.extend(_attentions_in(region.graph))
     for operator_name, body in left:
-        reason = f"it is inside the higher-order op {operator_name}, which is not rewritten"
+        reason = f"it is inside the higher-order op {operator_name}, whose body is left alone; move it out of there"
         plan.attentions.extend(_attentions_in(body.graph, reason))
     return len(plan.attentions)

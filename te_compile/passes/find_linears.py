@@ -130,7 +130,8 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     result = result[0] if isinstance(result, (tuple, list)) else result
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=matrices[0])
-    in_general = OTHER_FORM if form == FORM else f"a weight used through {form} is not lowered to FP8"
+    advice = "write it as F.linear or x @ weight for FP8, where it is one"
+    in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
     return site
@@ -173,7 +174,8 @@ def _sites_left(operator_name: str, body: GraphModule) -> Iterator[Site]:
     held = {node: value for node in inside.placeholders if isinstance(value := value_of(node), Parameter)}
     for site in _sites_in(inside, Weights([inside], held)):
         site.cause = None  # whatever else is wrong with it
-        site.keep(Cause.UNSUPPORTED, f"inside the higher-order op {operator_name}, which is not rewritten")
+        why = f"inside the higher-order op {operator_name}, whose body is left alone"
+        site.keep(Cause.UNSUPPORTED, f"{why}; move it out of there for FP8")
         yield site
 
 

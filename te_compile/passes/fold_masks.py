@@ -196,13 +196,15 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
         value = evaluated(mask, known)
     except _NotConstantError:
         name = _input_behind(mask, region)
-        return f"it depends on {name}, whose values are unknown when compiling" if name else _UNPROVEN
+        unknown = f"it depends on {name}, whose values are unknown when compiling"
+        return f"{unknown}; call without it where it hides nothing" if name else _UNPROVEN
     if isinstance(value, Tensor) and _allowed(value) is None:
-        return "it is a bias: it adds numbers that do more than hide"
-    return "it is a constant, but neither causal nor all true, as a sliding window is none"
+        return "it is a bias: it adds numbers that do more than hide; nothing to do: it has to be added"
+    what = "it is a constant, but neither causal nor all true, as a sliding window is none"
+    return f"{what}; use flex_attention to skip what it hides, where the model offers it"
 
 
-_UNPROVEN = "the graph proves neither that it is causal nor that it is all true"
+_UNPROVEN = "the graph proves neither that it is causal nor that it is all true; pass is_causal=True where it is causal"
 
 
 def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ def transforms_around(graph: Graph) -> dict[Node, str]:
         name = called(node)
         if entered:
             transform = f"a function transform of torch.func ({entered[-1]})"
-            around[node] = f"inside {transform}, for which FP8 operators have no rule"
+            around[node] = f"inside {transform}, which FP8 operators do not know; move it out of there for FP8"
         if name.endswith(_ENTERS):
             entered.append(name.removesuffix(_ENTERS).strip("_"))
         elif name.endswith(_LEAVES) and entered:

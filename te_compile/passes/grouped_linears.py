@@ -27,8 +27,8 @@ _FALLBACK = "grouped_mm_fallback"
 """The name of Hugging Face's operator, which is there only once its library is imported."""
 
 OTHER_FORM = (
-    "te_fp8 has FP8 for tokens [T, K] times experts [E, K, N] with offs, the end of each expert's tokens, and this "
-    "grouped product has other operands"
+    "this grouped product has other operands than FP8 takes; give it tokens [T, K], experts [E, K, N] and offs, where "
+    "each expert's tokens end"
 )
 """Why a grouped product that is none of these stays in high precision."""
 

@@ -26,7 +26,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
-from te_compile.passes.weight_expressions import DTYPES
+from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS
 
 NARROWEST_HEAD = 64
 FEWEST_QUERIES = 128
@@ -40,17 +40,17 @@ def _operands(node: Node) -> list[Any]:
 def _why_not_this_call(node: Node) -> str:
     """What in the call's other arguments FP8 attention does not do; "" for nothing."""
     if argument(node, 3, "attn_mask") is not None:
-        return "FP8 attention takes no mask but a causal one"
+        return "FP8 attention takes no mask but a causal one; pass is_causal=True, or none, where that is what it means"
     dropout = argument(node, 4, "dropout_p", 0.0)
     if not isinstance(dropout, (int, float)):
-        return "its dropout is not known when the graph is compiled"
+        return "its dropout is not known when the graph is compiled; give it as a number for FP8"
     if dropout != 0:
-        return f"FP8 attention has no dropout, and its own is {dropout}"
+        return f"FP8 attention has no dropout, and its own is {dropout}; set it to 0 for FP8"
     if not isinstance(argument(node, 5, "is_causal", False), bool):
-        return "whether it is causal is not known when the graph is compiled"
+        return "whether it is causal is not known when the graph is compiled; give True or False for FP8"
     scale = argument(node, 6, "scale")
     if not (scale is None or isinstance(scale, (int, float))) or isinstance(scale, bool):
-        return "its scale is not known when the graph is compiled"
+        return "its scale is not known when the graph is compiled; give it as a number for FP8"
     return ""
 
 
@@ -58,13 +58,13 @@ def _why_not_these_kinds(node: Node) -> str:
     for what, operand in zip(("query", "key", "value", "result"), (*_operands(node), node), strict=True):
         value, kind = value_of(operand), wrapped_kind(operand)
         if kind:
-            return f"its {what} is a {kind}, for which FP8 operators have no rule"
+            return f"its {what} is a {kind}; {PLAIN_TENSORS}"
         if not isinstance(value, Tensor):
-            return f"its {what} has no known dtype and shape"
+            return f"its {what} has no dtype and shape on record; nothing to do: it cannot be judged"
         if value.dtype not in DTYPES:
-            return f"its {what} is {value.dtype}; FP8 takes bfloat16, float16 or float32"
+            return f"its {what} is {value.dtype}; cast it to bfloat16, float16 or float32 for FP8"
         if value.dim() != 4:
-            return f"its {what} has {value.dim()} dimensions and not those of batch, head, position and feature"
+            return f"its {what} has {value.dim()} dimensions; give it batch, head, position and feature for FP8"
     return ""
 
 
@@ -72,18 +72,20 @@ def _why_not_these_shapes(node: Node) -> str:
     query, key, value = (value_of(operand).shape for operand in _operands(node))
     width = query[3]
     if not all(isinstance(size, int) for size in (*query[1::2], *key[1::2], *value[1::2])):
-        return "its heads are not a fixed number of fixed size"
+        return "its heads are not a fixed number of fixed size; compile with dynamic=False for FP8"
     if not width == key[3] == value[3]:
-        return f"its values have {value[3]} features a head, its queries {width}"
+        why = f"its values have {value[3]} features a head, its queries {width}"
+        return f"{why}; nothing to do: FP8 attention has one size for both"
     if width % ALIGNMENT or not NARROWEST_HEAD <= width <= WIDEST_HEAD:
-        allowed = f"multiples of {ALIGNMENT} from {NARROWEST_HEAD} to {WIDEST_HEAD}"
-        return f"its heads have {width} features; FP8 attention takes {allowed}"
+        allowed = f"a multiple of {ALIGNMENT} from {NARROWEST_HEAD} to {WIDEST_HEAD}"
+        return f"its heads have {width} features; make them {allowed} for FP8 attention"
     if key[1] != value[1] or key[1] == 0 or query[1] % key[1]:
-        return f"{query[1]} heads of queries cannot share {key[1]} of keys and {value[1]} of values evenly"
+        why = f"{query[1]} heads of queries cannot share {key[1]} of keys and {value[1]} of values evenly"
+        return f"{why}; make the one a multiple of the other for FP8"
     # Whether heads are shared by enable_gqa, or a single one by broadcasting, means the same.
     pairs = ((query[0], key[0]), (key[0], value[0]), (key[2], value[2]))
     if not all(statically_known_true(one == other) for one, other in pairs):
-        return "its queries, keys and values are broadcast, or not known to agree in their sizes"
+        return "its queries, keys and values are broadcast, or not known to agree in their sizes; expand them for FP8"
     return ""
 
 
@@ -92,10 +94,11 @@ def _why_not_its_gradients(node: Node) -> str:
     if not torch.is_grad_enabled():
         return ""
     if may_change(node):
-        return "its result is changed in place, and its gradients need it as it was"
+        return "its result is changed in place, and its gradients need it as it was; write to a copy for FP8"
     query, key = (value_of(operand).shape[2] for operand in _operands(node)[:2])
     if argument(node, 5, "is_causal", False) and not statically_known_true(query == key):
-        return "no fused kernel has the gradients of causal attention with more or fewer keys than queries"
+        why = "no fused kernel has the gradients of causal attention with more or fewer keys than queries"
+        return f"{why}; nothing to do: in training it stays"
     return ""
 
 
@@ -107,16 +110,17 @@ def _is_in_rows(value: Tensor) -> bool:
 def _why_not_its_place(node: Node) -> str:
     value, devices = value_of(node), {value_of(each).device for each in (*_operands(node), node)}
     if len(devices) > 1:
-        return f"its operands are on different devices: {sorted(map(str, devices))}"
+        return f"its operands are on different devices, {sorted(map(str, devices))}; move them to one for FP8"
     if not (_is_in_rows(value) or value.is_contiguous()):
-        return f"its result lies in memory with strides {tuple(value.stride())}, which FP8 attention does not write"
+        why = f"its result lies in memory with strides {tuple(value.stride())}, which FP8 attention does not write"
+        return f"{why}; make q, k and v contiguous for FP8"
     target = Target.of(value.device)
     if target.device == "cpu":
         return ""
     try:
         check_target(target)
     except Unsupported as reason:
-        return str(reason)
+        return f"{reason}; use a GPU of compute capability 8.9 or newer, with Triton, for FP8"
     return ""
 
 
@@ -174,7 +178,7 @@ def lower_attentions(regions: list[Region], plan: Plan, options: Options) -> int
             continue
         node = attention.node
         if id(node.graph) not in graphs:
-            reason = "it is inside a higher-order op that is not rewritten"
+            reason = "it is inside a higher-order op, whose body is left alone; move it out of there for FP8"
         else:
             reason = graphs[id(node.graph)].get(node) or why_kept(attention, options)
         if reason:

@@ -28,6 +28,7 @@ from torch.fx import Graph, Node
 from te_compile.passes.captured_nodes import argument, called, value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.weight_expressions import AUTOCAST_OUTSIDE
 from te_compile.passes.writing import Writer
 
 _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
@@ -72,15 +73,16 @@ def _why_closed(attention: Node, a: SimpleNamespace) -> str | None:
     results = {user.args[1] if user.target is operator.getitem else None for user in attention.users}
     known = all(isinstance(flag, bool) for flag in flags) and isinstance(_number(a.dropout_p), _NUMBERS)
     if not known or not isinstance(a.num_heads, int) or not isinstance(a.embed_dim_to_check, int):
-        return "an attention whose options are computed in the graph"
+        return "an attention whose options are computed in the graph; give them as Python values for FP8"
     if any(option is not None for option in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
-        return "an attention with keys and values of its own (add_bias_kv, add_zero_attn, static_k, static_v)"
+        own = "add_bias_kv, add_zero_attn, static_k, static_v"
+        return f"an attention with keys and values of its own ({own}); leave these out for FP8"
     if any(not isinstance(x, Node) or not isinstance(value_of(x), Tensor) or value_of(x).dim() != 3 for x in operands):
-        return "an attention without a batch dimension"
+        return "an attention without a batch dimension; give its inputs one for FP8"
     if any(mask is not None and not _is_mask(mask, dimensions) for mask, dimensions in masks):
-        return "an attention with a mask that is neither bool nor floating point, or of unusual shape"
+        return "an attention with an unusual mask; give a bool or floating one, [L, S] or [N · heads, L, S], for FP8"
     if not isinstance(value_of(attention), tuple) or not results <= ({0, 1} if a.need_weights else {0}):
-        return "an attention whose results are used as a tuple"
+        return "an attention whose results are used as a tuple; unpack them for FP8: out, weights = …"
     return None
 
 
@@ -229,6 +231,6 @@ def open_attention_modules(graph: Graph) -> int:
                 opened += 1
                 continue
             write.take_back()
-            reason = "an attention under an autocast that begins inside the graph"
+            reason = f"an attention under an autocast that begins inside the graph; {AUTOCAST_OUTSIDE}"
         attention.meta[STAYS_CLOSED] = reason
     return opened

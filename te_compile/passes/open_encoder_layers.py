@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.weight_expressions import AUTOCAST_OUTSIDE
 from te_compile.passes.writing import Writer
 
 _NAMES = [argument.name for argument in torch.ops.aten._transformer_encoder_layer_fwd.default._schema.arguments]
@@ -35,12 +36,12 @@ def _why_closed(a: SimpleNamespace) -> str | None:
     """What keeps this layer from being opened, None if nothing does."""
     x = value_of(a.src)
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
-        return "a Transformer layer whose input is nested or has no batch dimension"
+        return "a Transformer layer whose input is nested or has no batch dimension; give it [N, L, E] for FP8"
     numbers = (a.embed_dim, a.num_heads, a.use_gelu, a.norm_first, a.eps)
     if any(isinstance(number, Node) for number in numbers):
-        return "a Transformer layer whose options are computed in the graph"
+        return "a Transformer layer whose options are computed in the graph; give them as Python values for FP8"
     if a.mask is not None and a.mask_type not in (_BY_SEQUENCE_PAIR, _BY_KEY, _BY_HEAD):
-        return "a Transformer layer with a mask of unknown type"
+        return "a Transformer layer with a mask of unknown type; give a bool mask for FP8"
     return None
 
 
@@ -107,6 +108,6 @@ def open_encoder_layers(graph: Graph) -> int:
                 opened += 1
                 continue
             write.take_back()
-            reason = "a Transformer layer under autocast"
+            reason = f"a Transformer layer under an autocast that begins inside the graph; {AUTOCAST_OUTSIDE}"
         layer.meta[STAYS_CLOSED] = reason
     return opened

@@ -30,6 +30,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.attention_scores import (
+    SCORES_ARE_READ,
     Addend,
     Factor,
     Fill,
@@ -102,7 +103,7 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
     while True:
         if len(weights.users) != 1:
             raise NotAttentionError(
-                "its weights are read elsewhere too, as output_attentions=True or need_weights=True asks for"
+                "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
             )
         user = next(iter(weights.users))
         for product in contractions_of(user):
@@ -110,10 +111,11 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
                 return user, product, dropout, [*nodes, user]
         p = _dropout_of(user)
         if p and dropout:
-            raise NotAttentionError("its weights are dropped twice")
+            raise NotAttentionError("its weights are dropped twice; use one dropout for a fused kernel")
         is_harmless = is_cast(user) and value_of(user).is_floating_point()
         if p is None and not is_harmless and not (is_tensor(user) and _keeps_rows(user, weights)):
-            raise NotAttentionError(f"its weights go through {called(user)} before they meet the values")
+            why = f"its weights go through {called(user)} before they meet the values"
+            raise NotAttentionError(f"{why}; nothing to do: no fused kernel computes that")
         dropout = p or dropout
         weights = user
         nodes.append(user)
@@ -126,7 +128,7 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     try:
         scores = scores_behind(softmax.args[0])
         if isinstance(softmax.args[0], Node) and len(softmax.args[0].users) > 1:
-            problems.append("its scores are read elsewhere too")
+            problems.append(SCORES_ARE_READ)
     except NotAttentionError as error:
         problems.append(str(error))
     try:
@@ -140,18 +142,19 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     node, product, dropout, after = output
     found = _Found(softmax, scores, node, product, dropout, [*scores.nodes, *after])
     if product.alpha != 1.0:
-        raise NotAttentionError("its result is scaled")
+        raise NotAttentionError("its result is scaled; scale the values instead for a fused kernel")
     beside = [step.tensor for step in scores.steps if isinstance(step, Addend)]
     beside += [step.where for step in scores.steps if isinstance(step, Fill)]
     beside += [step.by for step in scores.steps if isinstance(step, Factor) and isinstance(step.by, Node)]
     reads = (scores.product.left.node, scores.product.right.node, product.right.node, *beside)
     if not undisturbed(scores.nodes[0], node, found.nodes, reads):
-        raise NotAttentionError("something is changed in place, or gradients or autocast are switched, inside it")
+        why = "something is changed in place, or gradients or autocast are switched, inside it"
+        raise NotAttentionError(f"{why}; move that out of it for a fused kernel")
     # Products of batches keep copies of some operands for their gradients; attention keeps the operands themselves.
     if any(changes_after(tensor, node, changes) for tensor in reads):
-        raise NotAttentionError("what it reads is changed in place behind it")
+        raise NotAttentionError("what it reads is changed in place behind it; write to a copy for a fused kernel")
     if changes_after(node, node, changes):  # attention keeps its result for its gradients, a product does not
-        raise NotAttentionError("its result is changed in place")
+        raise NotAttentionError("its result is changed in place; write to a copy for a fused kernel")
     return found
 
 
@@ -203,7 +206,9 @@ class _Rewriter:
         assert self.batch is not None
         sizes = [size if isinstance(size, int) else -1 for size in self.batch]
         if sizes.count(-1) > 1:
-            raise NotAttentionError("batch and heads are both of symbolic size")
+            raise NotAttentionError(
+                "batch and heads are both of symbolic size; compile with dynamic=False for a fused kernel"
+            )
         return sizes
 
     def _split(self, x: Node) -> Node:
@@ -223,13 +228,15 @@ class _Rewriter:
         if dimensions == 3:
             return self._split(x)
         if dimensions != 4 or self.batch is None:
-            raise NotAttentionError(f"its operands have {dimensions} dimensions")
+            raise NotAttentionError(f"its operands have {dimensions} dimensions; give them 4 for a fused kernel")
         sizes = value_of(x).shape[:2]
         if same_sizes(sizes, self.batch):
             return x
         wanted = [-1 if statically_known_true(a == b) else b for a, b in zip(sizes, self.batch, strict=True)]
         if not all(isinstance(size, int) for size in wanted):
-            raise NotAttentionError("a batch of symbolic size is broadcast")
+            raise NotAttentionError(
+                "a batch of symbolic size is broadcast; compile with dynamic=False for a fused kernel"
+            )
         return self.write.method("expand", x, *wanted, -1, -1)
 
     def _beside_scores(self, x: Node, dimensions: int) -> Node:
@@ -238,7 +245,7 @@ class _Rewriter:
         if dimensions == 3 and value.dim() == 3 and not statically_known_true(value.shape[0] == 1):
             return self._split(x)
         if dimensions not in (3, 4):
-            raise NotAttentionError(f"its scores have {dimensions} dimensions")
+            raise NotAttentionError(f"its scores have {dimensions} dimensions; give them 4 for a fused kernel")
         for _ in range(4 - value.dim()):
             x = self.write.method("unsqueeze", x, 0)
         return x
@@ -249,14 +256,18 @@ class _Rewriter:
         """``bias`` in the dtype of the attention, where that changes nothing that it says."""
         dtype = value_of(bias).dtype
         if not dtype.is_floating_point:
-            raise NotAttentionError("what is added to its scores is no floating-point tensor")
+            raise NotAttentionError(
+                "what is added to its scores is no floating-point tensor; cast it for a fused kernel"
+            )
         if self.dtype == torch.float16 and may_hide(bias):
-            raise NotAttentionError("adding a mask in float16 does not swallow the scores that it hides")
+            why = "adding a mask in float16 does not swallow the scores that it hides"
+            raise NotAttentionError(f"{why}; use bfloat16 for a fused kernel")
         if dtype == self.dtype:
             return bias
         if dtype.itemsize > self.dtype.itemsize:
             if not is_zero_or_hidden(bias):
-                raise NotAttentionError(f"a bias in {dtype} would be rounded to {self.dtype}")
+                why = f"a bias in {dtype} would be rounded to {self.dtype}"
+                raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
             bias = self.write.method("clamp", bias, min=torch.finfo(self.dtype).min)
         return self.write.method("to", bias, self.dtype)
 
@@ -274,7 +285,8 @@ class _Rewriter:
 
     def _filled(self, bias: Node | None, step: Fill) -> Node:
         if value_of(step.where).dtype != torch.bool:
-            raise NotAttentionError("its scores are overwritten where a tensor that is not bool says so")
+            why = "its scores are overwritten where a tensor that is not bool says so"
+            raise NotAttentionError(f"{why}; cast it to bool for a fused kernel")
         where = self._beside_scores(step.where, step.dimensions)
         hidden = self.write.call(operator.invert, where) if step.inverted else where
         if bias is None:
@@ -308,7 +320,9 @@ class _Rewriter:
         if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
-            raise NotAttentionError("its bias is the same for every key")
+            raise NotAttentionError(
+                "its bias is the same for every key; leave it out for a fused kernel: softmax cancels it"
+            )
         dropout = self.found.dropout
         return self.write.call(
             F.scaled_dot_product_attention, query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
@@ -366,10 +380,16 @@ def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
         result = Operand(joined, found.product.result).written(write)
         # Autocast that begins inside the graph is not in force here; what it casts would come out in another dtype.
         if value_of(result).dtype != value_of(old).dtype or not same_sizes(value_of(result).shape, value_of(old).shape):
-            raise NotAttentionError("its operands are of several dtypes or shapes")
-    except (NotAttentionError, RuntimeError, TypeError, ValueError) as error:
+            raise NotAttentionError(
+                "its operands are of several dtypes or shapes; cast them to one dtype for a fused kernel"
+            )
+    except NotAttentionError:
         write.take_back()
-        raise NotAttentionError(str(error).partition("\n")[0]) from error
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        write.take_back()
+        why = str(error).partition("\n")[0]
+        raise NotAttentionError(f"PyTorch refuses it as a fused call ({why}); nothing to do: it stays right") from error
     new.meta[RECOGNISED] = True
     for user in list(old.users):
         if _keeps_rows(user, old) and same_sizes(value_of(user).shape, value_of(new).shape):

@@ -2,7 +2,8 @@
 
 Nothing is rewritten here. Each rule is a function from a site to the reason it must stay in high precision; the first
 that speaks decides. Three kinds of reason are kept apart, because strict mode objects to one of them alone: the user
-asked for it, a rule protects the model's quality or speed, or te_fp8 lacks support.
+asked for it, a rule protects the model's quality or speed, or te_fp8 lacks support. A reason says what the matter
+is and, behind its last semicolon, what to change, or that there is nothing to do and why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from te_compile.passes.captured_nodes import value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch, weights_of
-from te_compile.passes.weight_expressions import DTYPES
+from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS
 
 Verdict = tuple[Cause, str] | None
 
@@ -87,7 +88,8 @@ def by_router(site: Site, options: Options) -> Verdict:
     reached = _reached(site.node, lambda node: _keeps_values(node) or _target_name(node) in _ROUTING)
     names = {_target_name(user) for user in reached}
     if "topk" in names and site.features[1] <= 1024:
-        return Cause.RULE, "a router: its result picks experts, and FP8 rounding would change the pick"
+        why = "its result picks experts, and FP8 rounding would change the pick"
+        return Cause.RULE, f"a router: {why}; nothing to do: FP8 would lose accuracy"
     return None
 
 
@@ -96,7 +98,7 @@ def by_kind(site: Site, options: Options) -> Verdict:
     for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
         kind = wrapped_kind(node)
         if kind:
-            return Cause.UNSUPPORTED, f"its {what} is a {kind}, for which FP8 operators have no rule"
+            return Cause.UNSUPPORTED, f"its {what} is a {kind}; {PLAIN_TENSORS}"
     return None
 
 
@@ -105,9 +107,9 @@ def by_dtype(site: Site, options: Options) -> Verdict:
     for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
         value = value_of(node)
         if not isinstance(value, Tensor):
-            return Cause.UNSUPPORTED, f"its {what} has no known dtype and shape"
+            return Cause.UNSUPPORTED, f"its {what} has no dtype and shape on record; nothing to do: it cannot be judged"
         if value.dtype not in DTYPES:
-            return Cause.UNSUPPORTED, f"its {what} is {value.dtype}; FP8 takes bfloat16, float16 or float32"
+            return Cause.UNSUPPORTED, f"its {what} is {value.dtype}; cast it to bfloat16, float16 or float32 for FP8"
     return None
 
 
@@ -115,15 +117,15 @@ def by_size(site: Site, options: Options) -> Verdict:
     """A feature length below 16, the least that FP8 products take, would be mostly padding."""
     for what, size in zip(("in_features", "out_features"), site.features, strict=True):
         if size < ALIGNMENT:
-            why = f"FP8 products take {ALIGNMENT} at least, so that much of it would be padding"
-            return Cause.RULE, f"too narrow for FP8: {what}={size}, and {why}"
+            what_would_do = f"make it {ALIGNMENT} or more for FP8, or leave it: padding would cost more than it gains"
+            return Cause.RULE, f"too narrow for FP8: {what}={size}; {what_would_do}"
     return None
 
 
 def by_shape(site: Site, options: Options) -> Verdict:
     """Features must be known when the graph is compiled; the number of rows is free."""
     if value_of(site.x).dim() == 0 or any(not isinstance(size, int) for size in value_of(site.weight).shape):
-        return Cause.UNSUPPORTED, "its features are not a fixed number"
+        return Cause.UNSUPPORTED, "its features are not a fixed number; compile with dynamic=False for FP8"
     return None
 
 
@@ -131,15 +133,22 @@ def by_device(site: Site, options: Options) -> Verdict:
     """A GPU with FP8 tensor cores, or the CPU, which computes the same through reference operators."""
     devices = {value_of(node).device for node in (site.x, site.weight)}
     if len(devices) > 1:
-        return Cause.UNSUPPORTED, f"its input and weight are on different devices: {sorted(map(str, devices))}"
+        both = " and ".join(sorted(map(str, devices)))
+        return Cause.UNSUPPORTED, f"its input and weight are on different devices, {both}; move them to one for FP8"
     target = Target.of(devices.pop())
     if target.device == "cpu":
         return None
     if target.device != "cuda":
-        return Cause.UNSUPPORTED, f"te_fp8 runs on CUDA GPUs and on the CPU, not on {target.device!r}"
+        return (
+            Cause.UNSUPPORTED,
+            f"it is on {target.device!r}; move the model to a CUDA GPU for FP8 (a CPU runs the reference)",
+        )
     if target.capability is not None and target.capability < (8, 9):
         have = ".".join(map(str, target.capability))
-        return Cause.UNSUPPORTED, f"FP8 tensor cores need compute capability 8.9 or newer; this GPU has {have}"
+        return (
+            Cause.UNSUPPORTED,
+            f"this GPU has compute capability {have}; use one of 8.9 or newer for FP8 tensor cores",
+        )
     return None
 
 
@@ -196,4 +205,5 @@ def _one_device(plan: Plan) -> None:
     for site in plan.selected:
         device = value_of(site.weight).device
         if device != devices[0]:
-            site.keep(Cause.UNSUPPORTED, f"on {device}, while this graph's first FP8 linear is on {devices[0]}")
+            why = f"on {device}, while this graph's first FP8 linear is on {devices[0]}"
+            site.keep(Cause.UNSUPPORTED, f"{why}; compile what is on each device by itself for FP8")

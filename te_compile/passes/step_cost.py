@@ -123,6 +123,9 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
 
 def _reason(asked: Step, chosen: Step) -> str:
     """Why the linears between the two stay in high precision, in one line."""
-    bound = "the host" if asked.host >= asked.device else "the GPU"
+    by_host = asked.host >= asked.device
+    bound = "the host" if by_host else "the GPU"
     times = f"with every eligible linear in FP8 {bound} would need about {asked.time:.0f} µs a step"
-    return f"too small to gain: {times}, against {chosen.time:.0f} µs like this; cost_model=False forces it"
+    # Under CUDA graphs the host launches nothing, and this rule does not speak.
+    spared = "mode='reduce-overhead' (CUDA graphs) spares the host, " if by_host else ""
+    return f"too small to gain: {times}, against {chosen.time:.0f} µs like this; {spared}cost_model=False forces it"

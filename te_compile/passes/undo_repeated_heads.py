@@ -84,13 +84,14 @@ def _why_not_shared(attention: Node) -> str:
     query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
     widths = {query.shape[-1], value.shape[-1]}
     if argument(attention, 3, "attn_mask") is not None:
-        return "with a mask no fused kernel shares them"
+        return "with a mask no fused kernel shares them; leave it out where it hides nothing"
     if value_of(attention).dtype not in _DTYPES:
-        return f"in {value_of(attention).dtype} no fused kernel shares them"
+        return f"in {value_of(attention).dtype} no fused kernel shares them; use bfloat16 or float16"
     if len(widths) != 1 or not all(isinstance(width, int) and width <= _WIDEST for width in widths):
-        return f"no fused kernel shares heads wider than {_WIDEST}, or of several widths"
+        why = f"no fused kernel shares heads wider than {_WIDEST}, or of several widths"
+        return f"{why}; nothing to do: it would be slower"
     if query.dim() != 4 or argument(attention, 7, "enable_gqa", False) is not False:
-        return "queries share them a second time"
+        return "queries share them a second time (enable_gqa=True); make copies or enable_gqa do it all"
     return ""
 
 
@@ -103,10 +104,10 @@ def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], c
     """Why ``attention`` cannot read ``sources`` for their copies ``repeated``; "" if it can. changes: what
     ``may_change`` remembers."""
     if not all(_may_be_read(source, attention, changes) for source in sources):
-        return "what they are copies of is changed in place"
+        return "what they are copies of is changed in place; write to something else"
     heads = {value_of(source).shape[1] for source in sources}
     if len(heads) != 1 or value_of(argument(attention, 0, "query")).shape[1] != value_of(repeated[0]).shape[1]:
-        return "keys and values, or keys and queries, differ in their heads"
+        return "keys and values, or keys and queries, differ in their heads; give keys and values equally many"
     return _why_not_shared(attention)
 
 

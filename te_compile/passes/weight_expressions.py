@@ -31,6 +31,9 @@ from te_compile.passes.regions import Region
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of parameters and of linears that FP8 copies are made of."""
 
+PLAIN_TENSORS = "give it plain tensors for FP8, as FSDP around compiled blocks does"
+"""What to do about operands that are sharded or otherwise wrapped."""
+
 TRANSPOSITIONS = {"T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute"}
 _MOST_NODES = 64  # that are copied for one weight
 _HELD = re.compile(r"\._buffers\[|^G\[|\.[A-Za-z_]\w*$")  # sources of tensors that a model holds and is not called with
@@ -71,6 +74,16 @@ class Weight:
     operand: Node
     transposed: bool
     matrix: Matrix
+
+
+_NO_PARAMETER = (
+    "its weight is not a parameter of the model, which FP8 scales belong to; make it an nn.Parameter for FP8"
+)
+_FROM_THE_CALL = (
+    "its weight is computed in the graph from inputs of the call; nothing to do: FP8 is for lasting weights"
+)
+AUTOCAST_OUTSIDE = "begin it around the compiled model for FP8"
+"""What to do about an autocast whose effect on new nodes cannot be seen."""
 
 
 class NotAWeightError(Exception):
@@ -133,7 +146,7 @@ class Weights:
         transposed: it is used as [K, N]. Raises NotAWeightError.
         """
         if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != dimensions:
-            raise NotAWeightError("its weight is no matrix")
+            raise NotAWeightError("its weight is no matrix; give it two dimensions for FP8")
         found: tuple[Node, bool, Node, Region] | None = None
         inner, place = node, region
         while True:
@@ -161,12 +174,13 @@ class Weights:
         self._require_unwritten((*leaves, *nodes))
         owned = [leaf for leaf in leaves if leaf in self.parameters]
         if not owned:
-            raise NotAWeightError("its weight is not a parameter of the model, so it has no lasting FP8 state")
+            raise NotAWeightError(_NO_PARAMETER)
         for leaf in owned:
             if nodes and wrapped_kind(leaf):
-                raise NotAWeightError(f"its weight is made from a {wrapped_kind(leaf)}")
+                raise NotAWeightError(f"its weight is made from a {wrapped_kind(leaf)}; {PLAIN_TENSORS}")
             if nodes and value_of(leaf).dtype not in DTYPES:
-                raise NotAWeightError(f"its weight is made from a parameter of {value_of(leaf).dtype}")
+                what = f"its weight is made from a parameter of {value_of(leaf).dtype}"
+                raise NotAWeightError(f"{what}; load the model unquantised, in bfloat16 say, for FP8")
         return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
 
     def owner(self, node: Any, region: Region) -> Node | None:
@@ -190,7 +204,8 @@ class Weights:
 
     def _require_unwritten(self, nodes: Iterable[Any]) -> None:
         if any(storage_of(node) in self.written for node in nodes if isinstance(node, Node)):
-            raise NotAWeightError("the model writes to its weight in place, or to what that is made from")
+            why = "the model writes to its weight in place, or to what that is made from"
+            raise NotAWeightError(f"{why}; write outside of the compiled function for FP8")
 
     def _collect(
         self, node: Node, region: Region, nodes: dict[Node, Region], leaves: dict[Node, None], begun: set[Node]
@@ -198,18 +213,18 @@ class Weights:
         """Add what ``node`` is computed by, in order, to ``nodes`` and ``leaves``."""
         source, place = origin(node, region)
         if not isinstance(source, Node):
-            raise NotAWeightError("its weight is computed in the graph, from what no node holds")
+            raise NotAWeightError(_NO_PARAMETER)
         if source in begun:
             return
         if source.op == "placeholder":
             if source not in self.parameters and not _is_held_by_the_model(source):
-                what = "computed in the graph from inputs of the call" if begun else "not a parameter of the model"
-                raise NotAWeightError(f"its weight is {what}, so it has no lasting FP8 state")
+                raise NotAWeightError(_FROM_THE_CALL if begun else _NO_PARAMETER)
             leaves[source] = None
             return
         begun.add(source)
         if len(begun) > _MOST_NODES:
-            raise NotAWeightError(f"its weight is computed in the graph by more than {_MOST_NODES} operations")
+            why = f"its weight is computed in the graph by more than {_MOST_NODES} operations"
+            raise NotAWeightError(f"{why}; make it in fewer for FP8")
         self._require_repeatable(source, place)
         for each in source.all_input_nodes:
             self._collect(each, place, nodes, leaves, begun)
@@ -221,16 +236,18 @@ class Weights:
         if node.op == "get_attr" and region.parent is None:
             return
         if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
-            raise NotAWeightError(f"{prefix} by {name or node.op}, so it has no lasting FP8 state")
+            raise NotAWeightError(f"{prefix} by {name or node.op}; multiply by a parameter itself for FP8")
         if _is_product(node):
-            raise NotAWeightError(f"{prefix} by another product ({name}), so it has no lasting FP8 state")
+            advice = "multiply by one factor after the other for FP8"
+            raise NotAWeightError(f"{prefix} by another product ({name}); {advice}")
         seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
         if seeded or _RANDOM.search(name):
-            raise NotAWeightError(f"{prefix} by {name}, which gives another result each time")
+            why = f"{prefix} by {name}, which gives another result each time"
+            raise NotAWeightError(f"{why}; nothing to do: its FP8 copy would not be the weight")
         if node in self.under_autocast:
-            raise NotAWeightError(f"{prefix} under an autocast that begins there")
+            raise NotAWeightError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
-            raise NotAWeightError(f"{prefix} inside a function transform of torch.func")
+            raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
 
 
 def _is_held_by_the_model(placeholder: Node) -> bool:

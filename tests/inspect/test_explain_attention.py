@@ -127,7 +127,7 @@ def test_attention_in_fp8_is_told_as_such_and_counted() -> None:
 def test_attention_that_stays_in_high_precision_says_why() -> None:
     report = te_compile.explain(llama("sdpa"), **example(), options=FP8)
     row, _ = report.attentions
-    assert row.precision == "kept" and "16 features; FP8 attention takes" in row.precision_reason
+    assert row.precision == "kept" and "16 features; make them a multiple of 16" in row.precision_reason
     assert row.runs_as == "sdpa" and row.detail.startswith("kept in high precision: its heads have 16 features")
     assert "0 of 2 attentions in FP8" in str(report)
 

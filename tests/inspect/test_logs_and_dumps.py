@@ -69,7 +69,7 @@ def test_a_graph_in_which_nothing_is_eligible_claims_no_share(
     with caplog.at_level(logging.INFO, logger="te_compile"):
         torch.compile(Small(), backend=te_fp8, options={"compiler": "aot_eager", "exclude": "*"})(torch.randn(16, 16))
     (line,) = [record.getMessage() for record in caplog.records if "linears in FP8" in record.getMessage()]
-    assert "0 of 2 linears in FP8 (none is eligible); kept: up, narrow: exclude pattern '*'" in line
+    assert "0 of 2 linears in FP8 (none is eligible); kept: up, narrow: exclude pattern '*'; " in line
 
 
 PROGRAM = """

@@ -147,7 +147,7 @@ def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(("function", "inputs", "reason"), [
     (masked, lambda: [*qkv(), torch.rand(2, 1, LENGTH, LENGTH) > 0.2], "no mask but a causal one"),
     (with_dropout, qkv, "no dropout, and its own is 0.1"),
-    (full, lambda: qkv(width=32), "32 features; FP8 attention takes multiples of 16 from 64 to 128"),
+    (full, lambda: qkv(width=32), "32 features; make them a multiple of 16 from 64 to 128"),
     (full, lambda: qkv(width=72), "72 features"),
     (full, lambda: qkv(width=256), "256 features"),
     (full, lambda: [heads(), heads(), heads(width=128)], "128 features a head, its queries 64"),

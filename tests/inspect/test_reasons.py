@@ -1,0 +1,299 @@
+"""Every reason in a report can be acted on: what the matter is, then what to change, or that nothing helps and why.
+
+Small models reach the reasons through ``explain``, as a user does; those that need a device that is not there are asked
+for directly. What a reason advises is held against what exists: an option that it names must be one, with that value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import te_compile
+from te_compile.inspect import Report
+from te_compile.options import Options
+from te_compile.passes import select, step_cost
+from te_compile.passes.plan import Site
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+WIDTH, LENGTH = 32, 8
+VERBS = (
+    "add", "begin", "build", "call", "cast", "compile", "expand", "give", "leave", "load", "make", "move", "multiply",
+    "pass", "return", "scale", "set", "take", "unpack", "use", "write",
+)  # fmt: skip
+OTHERS = {  # settings that reasons may name and that are none of our options, with what can be said of them
+    "dynamic": ("False",), "is_causal": ("True",), "output_attentions": ("False",), "need_weights": ("False",),
+    "enable_gqa": ("True",), "attn_implementation": ("'flex_attention'",),
+}  # fmt: skip
+LONGEST = 220
+
+
+def faults(reason: str) -> list[str]:
+    """What is wrong with a reason; nothing, for one that a user can act on."""
+    found = []
+    matter, _, advice = reason.rpartition("; ")
+    if not matter.strip() or not advice.strip():
+        return ["it does not say both what the matter is and what to do"]
+    if reason != reason.strip() or reason.endswith((".", ";", ":", ",")) or "\n" in reason:
+        found.append("it ends, or breaks, as no other does")
+    if len(reason) > LONGEST:
+        found.append(f"it has {len(reason)} characters")
+    settings = re.findall(r"\b([a-z_]+)=('[^']*'|\w+)", advice)
+    first = advice.split()[0]
+    if not (
+        re.match(r"nothing to do: \w", advice) or first in VERBS or any(first.startswith(f"{s}=") for s, _ in settings)
+    ):
+        found.append(f"{advice!r} is no advice")
+    for name, value in settings:
+        if name in OTHERS:
+            known = value in OTHERS[name]
+        else:
+            Options.resolve({name: {"True": True, "False": False}.get(value, value.strip("'"))})  # raises otherwise
+            known = True
+        if not known:
+            found.append(f"nobody knows {name}={value}")
+    return found
+
+
+def reasons_in(report: Report) -> Iterator[str]:
+    """Every reason of ``report``; that of a kept linear and of an attention that stays even where it is empty."""
+    yield from (row.reason for row in report.rows if row.status == "kept")
+    for each in report.attentions:
+        if each.status == "stays":
+            yield each.reason
+        told = ((each.mask, each.mask_reason), (each.heads, each.heads_reason), (each.precision, each.precision_reason))
+        yield from (why for what, why in told if what in ("kept", "copied"))
+
+
+class With(nn.Module):
+    """``function(module, x, …)`` with a linear, a weight [2 WIDTH, WIDTH] and a buffer of that shape at hand."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.register_buffer("matrix", torch.randn(2 * WIDTH, WIDTH))
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.function = function
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.function(self, x, *others)
+
+
+def rows() -> Tensor:
+    return torch.randn(LENGTH, WIDTH)
+
+
+def under_autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ (2 * m.weight).t()
+
+
+def written_to(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.weight.mul_(0.5)
+    return F.linear(x, m.weight)
+
+
+def routed(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x).softmax(-1).topk(2).values
+
+
+LINEARS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "excluded": ("exclude pattern", lambda: (nn.Sequential(nn.Linear(WIDTH, WIDTH)), rows()), {"exclude": "0"}),
+    "not included": ("include", lambda: (nn.Sequential(nn.Linear(WIDTH, WIDTH)), rows()), {"include": "1"}),
+    "head": ("logits", lambda: (With(lambda m, x: m.lm_head(x), lm_head=nn.Linear(WIDTH, WIDTH)), rows()), {}),
+    "router": ("router", lambda: (With(routed), rows()), {}),
+    "narrow": ("narrow", lambda: (nn.Sequential(nn.Linear(WIDTH, 8)), rows()), {}),
+    "float64": ("float64", lambda: (nn.Sequential(nn.Linear(WIDTH, WIDTH)).double(), rows().double()), {}),
+    "wrapped": ("TwoTensor", lambda: (With(lambda m, x: m.fc(x)), TwoTensor(rows(), rows())), {}),
+    "handed in": ("not a parameter", lambda: (With(lambda m, x, w: F.linear(x, w)), rows(), rows().repeat(2, 1)), {}),
+    "buffer": ("not a parameter", lambda: (With(lambda m, x: F.linear(x, m.matrix)), rows()), {}),
+    "from the call": ("the call", lambda: (With(lambda m, x: F.linear(x, m.weight * x.mean())), rows()), {}),
+    "random": ("another result", lambda: (With(lambda m, x: F.linear(x, F.dropout(m.weight))), rows()), {}),
+    "product": ("product", lambda: (With(lambda m, x: F.linear(x, m.weight @ m.fc.weight)), rows()), {}),
+    "in place": ("in place", lambda: (With(written_to), rows()), {}),
+    "autocast": ("autocast", lambda: (With(under_autocast), rows()), {}),
+    "bilinear": ("bilinear", lambda: (nn.Sequential(Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH))), rows()), {}),
+    "einsum": ("einsum", lambda: (With(lambda m, x: torch.einsum("ij,ij->i", x, m.weight[:LENGTH])), rows()), {}),
+    "addmm": ("addmm", lambda: (With(lambda m, x: torch.addmm(m.fc.bias, x, m.fc.weight, alpha=2)), rows()), {}),
+    "vmap": ("vmap", lambda: (With(lambda m, x: torch.vmap(m.fc)(x)), rows()), {}),
+    "experts": ("65 experts", lambda: (With(lambda m, x: x @ m.all, all=experts(65)), torch.randn(65, 4, WIDTH)), {}),
+    "no batch": ("batch", lambda: (nn.Sequential(Thrice(nn.MultiheadAttention(WIDTH, 2))), rows()), {}),
+    "bias of keys": ("add_bias_kv", lambda: (
+        nn.Sequential(Thrice(nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True))), rows()[None]
+    ), {}),
+}  # fmt: skip
+
+
+class Twice(nn.Module):
+    """A module of two inputs, given one for both."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x, x)
+
+
+class Thrice(Twice):
+    """A module of three inputs and several results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x, x, x)[0]
+
+
+def experts(count: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(count, WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_linear_that_is_kept_says_what_to_do(name: str) -> None:
+    expected, made, options = LINEARS[name]
+    model, *inputs = made()
+    reasons = [*reasons_in(te_compile.explain(model, *inputs, options=options))]
+    assert any(expected in reason for reason in reasons), reasons
+    assert {reason: found for reason in reasons if (found := faults(reason))} == {}
+
+
+def heads(count: int = 2, dtype: torch.dtype = torch.bfloat16, width: int = 16) -> Tensor:
+    return torch.randn(2, count, LENGTH, width, dtype=dtype)
+
+
+def qkv(**changes: Any) -> list[Tensor]:
+    return [heads(**changes) for _ in range(3)]
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * 0.25
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, **given)
+
+
+def shared(k: Tensor) -> Tensor:
+    return k.repeat_interleave(2, 1)
+
+
+def weights_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = scores(q, k).softmax(-1)
+    return weights @ v, weights
+
+
+def scores_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    product = q @ k.mT
+    return (product * 0.5).softmax(-1) @ v, product
+
+
+def result_written_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result = scores(q, k).softmax(-1) @ v
+    return result.flatten(1, 2).mul_(0.5)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(LENGTH)
+    return sdpa(q, k, v, attn_mask=(at[:, None] >= at) & (at[:, None] - at < 3))
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(LENGTH)
+    return sdpa(q, k, v, attn_mask=(at[:, None] - at).to(q.dtype))
+
+
+DPA = {"recipe": "current fp8_dpa=True"}
+ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Callable[[], list[Tensor]], dict[str, Any]]] = {
+    "soft cap": ("tanh", lambda q, k, v: scores(q, k).tanh().softmax(-1) @ v, qkv, {}),
+    "weights read": ("weights are read", weights_returned, qkv, {}),
+    "scores read": ("scores are read", scores_returned, qkv, {}),
+    "head mask": ("go through mul", lambda q, k, v: (scores(q, k).softmax(-1) * q[:, :, :1, :1]) @ v, qkv, {}),
+    "in place": ("in place", result_written_to, qkv, {}),
+    "no scores": ("no product", lambda q, k, v: torch.softmax(q, -1) @ v.mT, qkv, {}),
+    "window": ("sliding window", window, qkv, {}),
+    "bias": ("it is a bias", biased, qkv, {}),
+    "mask given": ("depends on", lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask),
+                   lambda: [*qkv(), torch.rand(LENGTH, LENGTH) > 0.5], {}),
+    "shared in float32": ("torch.float32", lambda q, k, v: sdpa(q, shared(k), shared(v)),
+                          lambda: [heads(4, torch.float32), *(heads(2, torch.float32) for _ in range(2))], {}),
+    "shared under a mask": ("with a mask", lambda q, k, v: window(q, shared(k), shared(v)),
+                            lambda: [heads(4), heads(), heads()], {}),
+    "FP8, masked": ("no mask but", window, lambda: qkv(width=64), DPA),
+    "FP8, dropped": ("no dropout", lambda *x: sdpa(*x, dropout_p=0.5), lambda: qkv(width=64), DPA),
+    "FP8, narrow": ("16 features", sdpa, qkv, DPA),
+    "FP8, float64": ("float64", sdpa, lambda: qkv(width=64, dtype=torch.float64), DPA),
+    "FP8, in vmap": ("vmap", lambda *x: torch.vmap(lambda *x: sdpa(*x))(*x), lambda: qkv(width=64), DPA),
+    "FP8, excluded": ("exclude", sdpa, lambda: qkv(width=64), {**DPA, "exclude": "*"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_that_keeps_something_says_what_to_do(name: str) -> None:
+    expected, run, made, options = ATTENTIONS[name]
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in made()]
+    reasons = [*reasons_in(te_compile.explain(With(lambda m, *x: run(*x)), *inputs, options=options))]
+    assert any(expected in reason for reason in reasons), reasons
+    assert {reason: found for reason in reasons if (found := faults(reason))} == {}
+
+
+def fake_site(x: str = "cuda", weight: str | None = None) -> Site:
+    nodes = []
+    for device in (x, weight or x):
+        node = torch.fx.Graph().placeholder("x")
+        value = SimpleNamespace(device=torch.device(device))
+        node.meta["example_value"] = value
+        nodes.append(node)
+    return cast(Site, SimpleNamespace(
+        x=nodes[0], weight=nodes[1], tokens=16, features=(64, 64), padding=(0, 0), linears=1, ends=None
+    ))  # fmt: skip
+
+
+def test_what_devices_decide_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(device="cuda", capability=(8, 0))
+    verdicts = [
+        select.by_device(fake_site("xpu"), Options()),
+        select.by_device(fake_site("cuda:0", "cuda:1"), Options()),
+        select.by_cost(fake_site(), Options()),
+    ]
+    monkeypatch.setattr(select.Target, "of", lambda device: old)
+    verdicts.append(select.by_device(fake_site(), Options()))
+    reasons = [verdict[1] for verdict in verdicts if verdict is not None]
+    assert len(reasons) == len(verdicts) and not any(map(faults, reasons)), reasons
+
+
+@pytest.mark.parametrize(("device", "host"), [(100.0, 400.0), (400.0, 100.0)], ids=["host", "device"])
+def test_what_the_step_decides_says_what_to_do(device: float, host: float) -> None:
+    reason = step_cost._reason(step_cost.Step(device, host), step_cost.Step(50.0, 60.0))
+    assert not faults(reason) and ("mode='reduce-overhead'" in reason) == (host > device)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    (
+        "",
+        "something is the matter",
+        "something is the matter; it is a pity",
+        "something is the matter; nothing to do",
+        "something is the matter; use another.",
+        "; use another",
+        "something is the matter; set dynamic=True",
+        f"something is the matter; use {'x' * LONGEST}",
+    ),
+)
+def test_a_reason_that_helps_nobody_is_found(reason: str) -> None:
+    assert faults(reason)
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    with pytest.raises(te_compile.OptionError):
+        faults("projection to logits; lm_haed=True puts it in FP8")
