@@ -2,7 +2,8 @@
 
 The passes before this one leave marks: on attention that they recognised or left as the model wrote it, on masks that
 they folded or kept, on copies of key heads. Here the marks are read, once all of them are there, into the plan, next to
-the linears. Nothing is rewritten.
+the linears. Nothing is rewritten. ``flex_attention`` is told of, too: a higher-order op of PyTorch's with a kernel of
+its own, whose operands may come from FP8 linears while its body and its block mask are left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from te_compile.passes.captured_nodes import argument
@@ -25,6 +27,10 @@ from te_compile.passes.regions import Region
 from te_compile.passes.undo_repeated_heads import COPIES_STAY, UNDONE
 
 _CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_FLEX = "flex_attention"
+_IS_FLEX = (
+    f"it runs as PyTorch's {_FLEX} kernel with the scores and the mask that it was given; nothing to do: it is fused"
+)
 
 
 def _caller(softmax: Node) -> Node:
@@ -58,6 +64,8 @@ def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _CALLS:
             yield _of_call(node, module_name(node, None, own), transformed.get(node, left_alone))
+        elif isinstance(node.target, HigherOrderOperator) and node.target.name() == _FLEX:
+            yield Attention(module_name(node, None, own), node, "stays", _IS_FLEX)
         elif STAYS in node.meta:
             place = _caller(node)
             yield Attention(module_name(place, None, own), place, "stays", node.meta[STAYS])

@@ -101,6 +101,14 @@ def test_a_mask_of_real_padding_is_kept_and_says_what_it_depends_on() -> None:
     assert row.heads == "copied" and "with a mask" in row.heads_reason
 
 
+def test_flex_attention_has_a_row_and_linears_around_it_run_in_fp8() -> None:
+    with torch.no_grad():
+        report = te_compile.explain(llama("flex_attention").eval(), **example())
+    assert [row.name for row in report.attentions] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert all(row.status == "stays" and "flex_attention kernel" in row.reason for row in report.attentions)
+    assert {row.name for row in report.rows if row.status == "kept"} == {"lm_head"}
+
+
 def test_scores_under_a_soft_cap_stay_with_the_reason() -> None:
     config = transformers.Gemma2Config(**SMALL, attn_implementation="eager")
     row, _ = attentions(transformers.Gemma2ForCausalLM(config).bfloat16(), **example())
