@@ -25,8 +25,11 @@ from te_compile.passes.drop_noop_casts import is_cast
 HIDDEN = -1e4
 """What is at most this is a score that hides: e^x of it is zero beside any score that is not."""
 
-_PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_", "multiply"}
-_QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", "true_divide"}
+SWALLOWS = -1e30
+"""A number that is at most this leaves nothing of a score that it is added to."""
+
+PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_", "multiply"}
+QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", "true_divide"}
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _DIFFERENCES = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
 _FILLS = {torch.masked_fill, "masked_fill", "masked_fill_"}
@@ -97,6 +100,14 @@ def same_sizes(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
+def most_that_swallows(dtype: torch.dtype) -> float:
+    """The largest number of a mask of ``dtype`` that leaves nothing of a score: its smallest, where that is no -1e30.
+
+    A mask may be scaled with the scores, so that its smallest number has become another.
+    """
+    return max(torch.finfo(dtype).min, SWALLOWS)
+
+
 def number_in(node: Any) -> float | None:
     """The one number that ``node`` is, or that all elements of the tensor ``node`` are; None if not known."""
     if isinstance(node, (int, float)) and not isinstance(node, bool):
@@ -163,7 +174,7 @@ def _is_scores(node: Any, like: Node) -> TypeGuard[Node]:
 def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
     if len(node.args) != 2 or node.kwargs:
         return
-    divides = node.target in _QUOTIENTS
+    divides = node.target in QUOTIENTS
     for scores, by in (node.args,) if divides or writes(node) else (node.args, node.args[::-1]):
         if not _is_scores(scores, node):
             continue
@@ -209,7 +220,7 @@ def _steps(node: Node) -> Iterator[tuple[Node, Step | None]]:
         source = node.args[0]
         if is_tensor(source) and value_of(node).is_floating_point():
             yield source, None
-    elif node.target in _PRODUCTS or node.target in _QUOTIENTS:
+    elif node.target in PRODUCTS or node.target in QUOTIENTS:
         yield from _factor(node)
     elif node.target in _SUMS or node.target in _DIFFERENCES:
         yield from _addend(node)

@@ -16,30 +16,30 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from te_compile.passes.attention_scores import HIDDEN, SWALLOWS, most_that_swallows
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.names import input_name
 from te_compile.passes.prove_masks import proven_meaning
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
+from te_compile.passes.weight_expressions import is_held_by_the_model, origin
 
 FOLDED = "te_folded_mask"
 """Meta key of an attention that had a mask: what it was proved to mean, "causal" or "all"."""
 
 MASK_STAYS = "te_mask_stays"
 """Meta key of an attention: why its mask was left."""
-
-SWALLOWS = -1e30
-"""A number that is at most this leaves nothing of a score that it is added to."""
 
 MOST_ELEMENTS = 1 << 28  # of a mask that is evaluated: 256 MiB of booleans, a second or two
 
@@ -49,13 +49,14 @@ _PURE_FUNCTIONS = {
     torch.logical_not, torch.zeros_like, torch.ones_like, torch.full_like, torch.cat, torch.stack, torch.abs,
     operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, operator.mod, operator.and_,
     operator.or_, operator.invert, operator.xor, operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
-    operator.ge, operator.getitem,
+    operator.ge, operator.getitem, operator.truediv, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
+    torch.masked_fill, torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.scalar_tensor,
 }  # fmt: skip
 _PURE_METHODS = {
     "new_ones", "new_zeros", "new_full", "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "transpose",
     "permute", "contiguous", "clone", "to", "type", "bool", "int", "long", "float", "cumsum", "diff", "tril", "triu",
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "masked_fill", "where", "repeat",
-    "sub", "add", "mul", "abs", "all", "any", "flatten", "detach",
+    "sub", "add", "mul", "div", "neg", "abs", "all", "any", "flatten", "detach", "half", "bfloat16", "double",
 }  # fmt: skip
 
 
@@ -93,15 +94,39 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def evaluated(node: Node, known: Constants) -> Any:
-    """The value of a constant node; raises if it is none. ``known`` remembers values between calls."""
+def _seen_through(region: Region) -> Callable[[Node], Node]:
+    """Tells what an operand that is handed into ``region``, or into a region around it, is outside; else itself."""
+    regions: dict[Graph, Region] = {}
+    around: Region | None = region
+    while around is not None:
+        regions[around.graph], around = around, around.parent
+
+    def through(node: Node) -> Node:
+        source, _ = origin(node, regions[node.graph])
+        return source if isinstance(source, Node) else node
+
+    return through
+
+
+def evaluated(node: Node, known: Constants, through: Callable[[Node], Node] = lambda node: node) -> Any:
+    """The value of a constant node; raises if it is none. ``known`` remembers values between calls; ``through`` tells
+    what an operand of a body stands for."""
     values, waiting = known.values, [node]
     while waiting:
         current = waiting[-1]
         if current in values:
             waiting.pop()
             continue
-        if not _is_pure(current) or may_change(current, known.changes):
+        if may_change(current, known.changes):
+            raise _NotConstantError
+        source = through(current)
+        if source is not current:
+            if source in values:
+                values[current] = values[source]
+            else:
+                waiting.append(source)
+            continue
+        if not _is_pure(current):
             raise _NotConstantError
         missing = [each for each in current.all_input_nodes if each not in values]
         if missing:
@@ -131,7 +156,7 @@ def _allowed(mask: Tensor) -> Tensor | None:
     """Where attention may look, as booleans; None for a bias that is more than a mask."""
     if mask.dtype == torch.bool:
         return mask
-    hidden = mask <= torch.finfo(mask.dtype).min  # also -inf
+    hidden = mask <= most_that_swallows(mask.dtype)  # also -inf
     return ~hidden if bool(((mask == 0) | hidden).all()) else None
 
 
@@ -165,40 +190,54 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
     return isinstance(value, Tensor) and bool((value.amax(-1) > SWALLOWS).all())
 
 
-def _meaning_of(mask: Node, query: Tensor, key: Tensor, known: Constants) -> str | None:
+def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> str | None:
     """What ``mask`` is proved to mean: by its value, or where sizes are symbolic, by its formula."""
+    through = _seen_through(region)
     try:
-        value = evaluated(mask, known)
+        value = evaluated(mask, known, through)
     except _NotConstantError:
-        return proven_meaning(mask, (query.shape[-2], key.shape[-2]), known.changes)
+        return proven_meaning(mask, (query.shape[-2], key.shape[-2]), through, known.changes)
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
 
 
-def _input_behind(mask: Node, region: Region) -> str:
-    """The nearest input of the whole graph that ``mask`` is computed from, by its name; "" if there is none."""
+def _input_behind(mask: Node, region: Region) -> Node | None:
+    """The nearest input of the whole graph that ``mask`` is computed from; None if there is none."""
+    through = _seen_through(region)
     waiting, seen = [mask], {mask}
     for node in waiting:
-        new = list(node.all_input_nodes)
-        if node.op == "placeholder":
-            outside = region.at_root(node) if node.graph is region.graph else node
-            if outside is None or (outside is node and is_tensor(node)):
-                return input_name(node)
-            new = [outside]
+        outside = through(node)
+        if node.op == "placeholder" and outside is node and is_tensor(node):
+            return node
+        new = list(node.all_input_nodes) if outside is node else [outside]
         new = [each for each in new if each not in seen]
         seen.update(new)
         waiting += new
-    return ""
+    return None
+
+
+def _why_unknown(given: Node) -> str:
+    """Why nothing is known of what the input ``given`` of a graph holds, and what to do about it."""
+    name = input_name(given)
+    if is_held_by_the_model(given):
+        made = "make the mask in forward (torch.ones(…).tril())"
+        return f"it depends on the buffer or attribute {name}, which may hold anything; {made} or pass is_causal=True"
+    if any("torch_dynamo_resume_in_" in (user.stack_trace or "") for user in given.users):
+        return f"it depends on {name}, made before a graph break, out of sight; make the code run without that break"
+    return f"it depends on {name}, whose values are unknown when compiling; call without it where it hides nothing"
 
 
 def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
     """Why a mask that nothing was proved about is left, in words for a report."""
     try:
-        value = evaluated(mask, known)
+        value = evaluated(mask, known, _seen_through(region))
     except _NotConstantError:
-        name = _input_behind(mask, region)
-        unknown = f"it depends on {name}, whose values are unknown when compiling"
-        return f"{unknown}; call without it where it hides nothing" if name else _UNPROVEN
+        given = _input_behind(mask, region)
+        return _UNPROVEN if given is None else _why_unknown(given)
     if isinstance(value, Tensor) and _allowed(value) is None:
+        smallest = value.amin()
+        if bool(((value == 0) | (value == smallest)).all()) and bool(smallest <= HIDDEN):
+            what = f"it adds {smallest.item():g}, which hides a score only while no other is as far below"
+            return f"{what}; use -inf or a bool mask for a fused kernel"
         return "it is a bias: it adds numbers that do more than hide; nothing to do: it has to be added"
     what = "it is a constant, but neither causal nor all true, as a sliding window is none"
     return f"{what}; use flex_attention to skip what it hides, where the model offers it"
@@ -220,14 +259,13 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
     mask, guarded = argument(node, 3, "attn_mask"), argument(node, 0, "query")
     query, key = value_of(guarded), value_of(argument(node, 1, "key"))
     mask, unguarded = _without_guard(mask, guarded)
-    root = region.at_root(mask) if isinstance(mask, Node) else None
     if not isinstance(mask, Node) or argument(node, 5, "is_causal", False) is not False:
         return False
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return False
-    means = _meaning_of(mask if root is None else root, query, key, known)
+    means = _meaning_of(mask, query, key, region, known)
     if means is None:
-        node.meta[MASK_STAYS] = _why_it_stays(mask if root is None else root, region, known)
+        node.meta[MASK_STAYS] = _why_it_stays(mask, region, known)
         return False
     node.meta[FOLDED] = means
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

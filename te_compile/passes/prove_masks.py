@@ -12,6 +12,7 @@ of it.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,15 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.passes.attention_scores import HIDDEN, number_in, same_sizes
-from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.attention_scores import (
+    HIDDEN,
+    PRODUCTS,
+    QUOTIENTS,
+    most_that_swallows,
+    number_in,
+    same_sizes,
+)
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.side_effects import may_change
 
 _ALL = slice(None, None, None)
@@ -112,16 +120,21 @@ def _is_one(size: Any) -> bool:
 
 
 class Proof:
-    """Formulas of the nodes of one graph, each found once. ``changes``: of each node, whether anything writes to it."""
+    """Formulas of nodes, each found once. ``through`` tells what an operand of a body stands for; else the node.
+    ``changes``: of each node, whether anything writes to it."""
 
-    def __init__(self, changes: dict[Node, bool] | None = None) -> None:
+    def __init__(self, through: Callable[[Node], Node], changes: dict[Node, bool] | None = None) -> None:
         self.known: dict[Node, Formula] = {}
+        self.through = through
         self.changes: dict[Node, bool] = {} if changes is None else changes
 
     def of(self, node: Any) -> Formula:
         """The formula of ``node``; raises _UnknownError."""
         if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or may_change(node, self.changes):
             raise _UnknownError
+        source = self.through(node)
+        if source is not node:
+            return self.of(source)
         if node not in self.known:
             rule = _RULES.get(node.target)
             if rule is None:
@@ -317,6 +330,26 @@ def _sliced(proof: Proof, node: Node, source: Node, parts: list[Any]) -> Formula
     return _map(formula, moved, value_of(node).dim())
 
 
+def _diagonal(node: Node) -> int:
+    diagonal = argument(node, 1, "diagonal", 0)
+    if not isinstance(diagonal, int):
+        raise _UnknownError
+    return diagonal
+
+
+def _lower(node: Node) -> Both:
+    """Where ``torch.tril`` keeps what it is given; ``torch.triu`` keeps the rest if its diagonal is the next one."""
+    leading = value_of(node).dim() - 2
+    offset = _diagonal(node) - (called(node) == "triu")
+    return _at_least_zero(Sum((*(0,) * leading, 1, -1), offset))
+
+
+def _triangle(proof: Proof, node: Node) -> Formula:
+    """Of booleans: what is cut off becomes False."""
+    kept = _lower(node) if called(node) == "tril" else _not(_lower(node))
+    return _and(_both_of(proof.of(argument(node, 0, "input"))), kept)
+
+
 _RULES: dict[Any, Callable[[Proof, Node], Formula]] = {torch.arange: _arange, operator.getitem: _getitem}
 _RULES |= dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), _filled(False))
 _RULES |= dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), _filled(True))
@@ -332,17 +365,46 @@ _RULES |= dict.fromkeys((operator.and_, torch.logical_and, "logical_and", "__and
 _RULES |= dict.fromkeys((operator.invert, torch.logical_not, "logical_not"), _negation)
 _RULES |= dict.fromkeys(("expand", "expand_as", "to", "bool", "int", "long", "contiguous", "clone", "detach"), _same)
 _RULES |= {"unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze, torch.diff: _diff, "diff": _diff}
+_RULES |= dict.fromkeys((torch.tril, "tril", torch.triu, "triu"), _triangle)
 _RULES |= {torch.cumsum: _cumsum, "cumsum": _cumsum}
+
+
+def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
+    """What a mask that is added was before it was viewed, cast and scaled by positive numbers, and their product."""
+    factor = 1.0
+    while value_of(mask).dtype in _FLOATS:
+        if may_change(mask, proof.changes):
+            raise _UnknownError
+        outside = proof.through(mask)
+        if outside is not mask:
+            mask = outside
+            continue
+        source = mask.args[0] if mask.args else None
+        if (mask.target in PRODUCTS or mask.target in QUOTIENTS) and len(mask.args) == 2 and not mask.kwargs:
+            by = number_in(mask.args[1])
+            is_kept = by is not None and 0 < by < math.inf and is_tensor(source)
+            if not is_kept or not same_sizes(value_of(source).shape, value_of(mask).shape):
+                raise _UnknownError
+            assert by is not None
+            factor = factor / by if mask.target in QUOTIENTS else factor * by
+        elif mask.target not in ("expand", "to", "contiguous", "clone", "detach"):
+            break
+        assert isinstance(source, Node)
+        mask = source
+    return mask, factor
 
 
 def _allowed(proof: Proof, mask: Node) -> Both:
     """Where attention may look, of a bool mask or of one that is added."""
-    while value_of(mask).dtype in _FLOATS and mask.target in ("expand", "to", "contiguous", "clone", "detach"):
-        source = mask.args[0]
-        assert isinstance(source, Node)
-        mask = source
+    swallows = most_that_swallows(value_of(mask).dtype) if value_of(mask).dtype in _FLOATS else 0.0
+    mask, factor = _before_scales(proof, mask)
     if value_of(mask).dtype == torch.bool:
         return _both_of(proof.of(mask))
+    if called(mask) == "triu":
+        hidden = number_in(argument(mask, 0, "input"))
+        if hidden is None or factor * hidden > swallows:
+            raise _UnknownError
+        return _lower(mask)
     if mask.target is torch.where and len(mask.args) == 3:
         condition, yes, no = mask.args
     elif mask.target == "masked_fill" and len(mask.args) == 3:
@@ -353,23 +415,25 @@ def _allowed(proof: Proof, mask: Node) -> Both:
     inverted = shown is not None and shown <= HIDDEN
     if inverted:
         shown, hidden = hidden, shown
-    if may_change(mask, proof.changes) or shown != 0:
-        raise _UnknownError
-    if hidden is None or hidden > torch.finfo(value_of(mask).dtype).min:
+    if shown != 0 or hidden is None or factor * hidden > swallows:
         raise _UnknownError
     where = _both_of(proof.as_part_of(condition, mask))
     return _not(where) if inverted else where
 
 
 def proven_meaning(
-    mask: Node, lengths: tuple[Any, Any] | None = None, changes: dict[Node, bool] | None = None
+    mask: Node,
+    lengths: tuple[Any, Any] | None = None,
+    through: Callable[[Node], Node] = lambda node: node,
+    changes: dict[Node, bool] | None = None,
 ) -> str | None:
     """ "all" if ``mask`` hides nothing at any size, "causal" if it hides exactly what comes later, None if unproven.
 
-    lengths: of queries and keys, where they are not those of the mask. changes: what ``may_change`` remembers.
+    lengths: of queries and keys, where they are not those of the mask. through: what an operand of a body stands for.
+    changes: what ``may_change`` remembers.
     """
     try:
-        allowed = _allowed(Proof(changes), mask)
+        allowed = _allowed(Proof(through, changes), mask)
     except _UnknownError:
         return None
     if allowed.never:

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.attention_scores import (
     SCORES_ARE_READ,
+    SWALLOWS,
     Addend,
     Factor,
     Fill,
@@ -46,7 +47,7 @@ from te_compile.passes.attention_scores import (
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind, writes
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
-from te_compile.passes.fold_masks import SWALLOWS, hides_no_row
+from te_compile.passes.fold_masks import hides_no_row
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer

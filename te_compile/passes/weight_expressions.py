@@ -123,7 +123,7 @@ def _is_product(node: Node) -> bool:
 
 def _is_given(node: Node) -> bool:
     """Is ``node`` what the model was called with?"""
-    return node.op == "placeholder" and not _is_held_by_the_model(node)
+    return node.op == "placeholder" and not is_held_by_the_model(node)
 
 
 class Weights:
@@ -217,7 +217,7 @@ class Weights:
         if source in begun:
             return
         if source.op == "placeholder":
-            if source not in self.parameters and not _is_held_by_the_model(source):
+            if source not in self.parameters and not is_held_by_the_model(source):
                 raise NotAWeightError(_FROM_THE_CALL if begun else _NO_PARAMETER)
             leaves[source] = None
             return
@@ -250,7 +250,7 @@ class Weights:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
 
 
-def _is_held_by_the_model(placeholder: Node) -> bool:
+def is_held_by_the_model(placeholder: Node) -> bool:
     """Does the root's ``placeholder`` stand for a buffer or another tensor of the model, not for one of the call?"""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None or not isinstance(value_of(placeholder), Tensor):

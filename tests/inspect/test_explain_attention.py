@@ -101,6 +101,15 @@ def test_a_mask_of_real_padding_is_kept_and_says_what_it_depends_on() -> None:
     assert row.heads == "copied" and "with a mask" in row.heads_reason
 
 
+def test_a_mask_that_is_divided_with_the_scores_is_folded() -> None:
+    config = transformers.CodeGenConfig(
+        vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=4, rotary_dim=16, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.CodeGenForCausalLM(config).bfloat16()
+    assert {(each.status, each.mask) for each in attentions(model, **example())} == {("recognised", "folded_causal")}
+    assert {each.mask for each in attentions(model, **padded())} == {"kept"}
+
+
 def test_flex_attention_has_a_row_and_linears_around_it_run_in_fp8() -> None:
     with torch.no_grad():
         report = te_compile.explain(llama("flex_attention").eval(), **example())

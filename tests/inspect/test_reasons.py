@@ -212,6 +212,10 @@ def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(q, k, v, attn_mask=(at[:, None] - at).to(q.dtype))
 
 
+def far_below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, attn_mask=torch.full((LENGTH, LENGTH), -1e4).triu(1).to(q.dtype))
+
+
 DPA = {"recipe": "current fp8_dpa=True"}
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Callable[[], list[Tensor]], dict[str, Any]]] = {
     "soft cap": ("tanh", lambda q, k, v: scores(q, k).tanh().softmax(-1) @ v, qkv, {}),
@@ -222,6 +226,7 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Callable[[], list[Tensor]],
     "no scores": ("no product", lambda q, k, v: torch.softmax(q, -1) @ v.mT, qkv, {}),
     "window": ("sliding window", window, qkv, {}),
     "bias": ("it is a bias", biased, qkv, {}),
+    "far below": ("only while no other", far_below, qkv, {}),
     "mask given": ("depends on", lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask),
                    lambda: [*qkv(), torch.rand(LENGTH, LENGTH) > 0.5], {}),
     "shared in float32": ("torch.float32", lambda q, k, v: sdpa(q, shared(k), shared(v)),
@@ -244,6 +249,23 @@ def test_an_attention_that_keeps_something_says_what_to_do(name: str) -> None:
     reasons = [*reasons_in(te_compile.explain(With(lambda m, *x: run(*x)), *inputs, options=options))]
     assert any(expected in reason for reason in reasons), reasons
     assert {reason: found for reason in reasons if (found := faults(reason))} == {}
+
+
+def test_a_mask_that_the_model_holds_says_that_it_may_hold_anything() -> None:
+    model = With(lambda m, q, k, v: sdpa(q, k, v, attn_mask=m.causal))
+    model.register_buffer("causal", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    (reason,) = reasons_in(te_compile.explain(model, *qkv()))
+    assert "buffer or attribute causal" in reason and not faults(reason)
+
+
+def test_a_mask_from_before_a_graph_break_says_so() -> None:
+    def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        torch._dynamo.graph_break()
+        return sdpa(q, k, v, attn_mask=mask)
+
+    (reason,) = reasons_in(te_compile.explain(With(run), *qkv()))
+    assert "before a graph break" in reason and not faults(reason)
 
 
 def fake_site(x: str = "cuda", weight: str | None = None) -> Site:

@@ -64,6 +64,14 @@ def wide_window(x: Tensor) -> Tensor:
     return (k <= q) & (k > q - LENGTH)
 
 
+def added_and_scaled(x: Tensor) -> Tensor:
+    return torch.where(causal(x), torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min) / 8.0
+
+
+def a_triangle(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
+
+
 def everything(x: Tensor) -> Tensor:
     return positions(x)[0] >= 0
 
@@ -88,6 +96,14 @@ def a_bias(x: Tensor) -> Tensor:
     return (k - q).float() / 8
 
 
+def far_below(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1]).triu(1) * -1e4
+
+
+def far_above(x: Tensor) -> Tensor:
+    return added_and_scaled(x) / -1e30
+
+
 def folded(model: nn.Module, x: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many masks were folded, and the results with and without te_fp8; linears stay in high precision."""
     fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
@@ -98,7 +114,9 @@ def folded(model: nn.Module, x: Tensor) -> tuple[int, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("mask", [causal, additive, one_packed_sequence, wide_window, everything])
+@pytest.mark.parametrize("mask", [
+    causal, additive, one_packed_sequence, wide_window, everything, added_and_scaled, a_triangle,
+])  # fmt: skip
 def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
     assert count == 1
@@ -106,14 +124,16 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("mask", [window, from_data, written_into, a_bias])
+@pytest.mark.parametrize("mask", [window, from_data, written_into, a_bias, far_below, far_above])
 def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
     assert count == 0
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("mask", "expected"), [(causal, 1), (everything, 1), (window, 0), (from_data, 0)])
+@pytest.mark.parametrize(("mask", "expected"), [
+    (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (window, 0), (from_data, 0), (far_below, 0),
+])  # fmt: skip
 def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any(mask: Mask, expected: int) -> None:
     x = torch.randn(2, LENGTH, 32)
     torch._dynamo.mark_dynamic(x, 1)
@@ -130,6 +150,14 @@ class Eager(Attention):
         return (F.softmax(q @ k.mT / 4.0 + mask, dim=-1) @ v).transpose(1, 2).flatten(2)
 
 
+class ScaledWithItsMask(Eager):
+    """The mask is added to the scores, and both are divided."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        return (F.softmax((q @ k.mT + mask) / 4.0, dim=-1) @ v).transpose(1, 2).flatten(2)
+
+
 def as_added(mask: Mask) -> Mask:
     """``mask`` as the smallest number where it hides."""
     smallest = torch.finfo(torch.float32).min
@@ -143,8 +171,11 @@ def as_added(mask: Mask) -> Mask:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(("mask", "expected"), [(causal, 1), (everything, 1), (window, 0), (from_data, 0)])
-def test_masks_of_attention_that_was_spelled_out_are_folded_too(mask: Mask, expected: int, recomputed: bool) -> None:
-    count, got, wanted = folded(Eager(as_added(mask), recomputed), torch.randn(2, LENGTH, 32))
+@pytest.mark.parametrize("kind", [Eager, ScaledWithItsMask])
+def test_masks_of_attention_that_was_spelled_out_are_folded_too(
+    kind: type[Eager], mask: Mask, expected: int, recomputed: bool
+) -> None:
+    count, got, wanted = folded(kind(as_added(mask), recomputed), torch.randn(2, LENGTH, 32))
     assert count == expected
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 

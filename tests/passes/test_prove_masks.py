@@ -52,6 +52,22 @@ def filled(x: Tensor) -> Tensor:
     return torch.zeros(x.shape[1], x.shape[1]).masked_fill(at[None, :] > at[:, None], float("-inf"))
 
 
+def scaled_with_the_scores(x: Tensor) -> Tensor:
+    return (torch.where(causal(x), torch.zeros((), dtype=x.dtype), MINIMUM) * 0.25).to(x.dtype) / 8.0
+
+
+def filled_triangle(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(diagonal=1)
+
+
+def lower_triangle(x: Tensor) -> Tensor:
+    return torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool))
+
+
+def all_but_the_upper_triangle(x: Tensor) -> Tensor:
+    return ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+
+
 def everything(x: Tensor) -> Tensor:
     _, q, k = grid(x)
     return (q >= 0).expand(-1, -1, -1, x.shape[1]) & (k > -1)
@@ -112,6 +128,42 @@ def written_into(x: Tensor) -> Tensor:
     return mask
 
 
+def written_into_a_copy(x: Tensor) -> Tensor:
+    mask = added(x).clone()
+    mask[:, :, 0] = 0
+    return mask
+
+
+def scaled_to_a_bias(x: Tensor) -> Tensor:
+    return added(x) * 1e-38
+
+
+def turned_round(x: Tensor) -> Tensor:
+    return added(x) * -0.5
+
+
+def scaled_in_place(x: Tensor) -> Tensor:
+    mask = added(x)
+    mask *= 1e-38
+    return mask
+
+
+def one_diagonal_more(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
+
+
+def upper_triangle(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu()
+
+
+def filled_from_the_diagonal_on(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu()
+
+
+def triangle_of_small_numbers(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
+
+
 def proof(mask: Mask, dynamic: bool) -> str | None:
     """What the mask of the one attention of a graph is proved to mean."""
 
@@ -129,7 +181,10 @@ def proof(mask: Mask, dynamic: bool) -> str | None:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("mask", [causal, causal_of_one_packed_sequence, strictly_not_later, added, filled])
+@pytest.mark.parametrize("mask", [
+    causal, causal_of_one_packed_sequence, strictly_not_later, added, filled, scaled_with_the_scores, filled_triangle,
+    lower_triangle, all_but_the_upper_triangle,
+])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
 
@@ -140,7 +195,8 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
 
 @pytest.mark.parametrize("mask", [
     before_the_query, one_later, window, wrong_way_round, by_batch, every_second, of_two_sequences, from_data,
-    from_a_shifted_slice, a_little_added, written_into,
+    from_a_shifted_slice, a_little_added, written_into, written_into_a_copy, scaled_to_a_bias, turned_round,
+    scaled_in_place, one_diagonal_more, upper_triangle, filled_from_the_diagonal_on, triangle_of_small_numbers,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
