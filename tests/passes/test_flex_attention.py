@@ -1,6 +1,7 @@
 """``flex_attention`` between linears: these run in FP8, it runs as it is, and the report tells of it.
 
-Without gradients, for on a CPU PyTorch has no backward of it.
+On a CPU PyTorch refuses its gradients before the compiler sees them, though the operator has a backward; where a test
+trains, that refusal is taken away, and the joint graph is run operator by operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from te_compile.backend import te_fp8
 from te_compile.passes import manager
 from te_compile.passes.manager import Compilation
 from te_compile.passes.plan import Attention
-from tests.compiling import compiled, cosine
+from tests.compiling import compiled, cosine, joint_of, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -96,6 +97,22 @@ def test_without_linears_in_fp8_it_computes_what_it_did(x: Tensor) -> None:
     layer = Layer()
     y, _ = ran(layer, x, exclude="*")
     torch.testing.assert_close(y, textbook(layer, x))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_its_gradients_go_on_into_linears_in_fp8(recomputed: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.nn.attention.flex_attention, "_validate_device"):
+        pytest.skip("this PyTorch refuses gradients on a CPU in another place")
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *operands: None)
+    layer = Layer(recomputed=recomputed)
+    wanted, expected = train_step(layer, lambda x: textbook(layer, x), x)
+    with manager.recording() as records:
+        y, got = train_step(layer, compiled(layer), x)
+    (record,) = records
+    names = [str(node.target) for node in joint_of(record).nodes]
+    assert {"flex_attention", "flex_attention_backward"} <= set(names)
+    assert [site.status for site in record.plan.sites] == ["fp8", "fp8"]
+    assert cosine(y, wanted) > 0.99 and all(cosine(got[name], expected[name]) > 0.98 for name in expected)
 
 
 @pytest.mark.slow
