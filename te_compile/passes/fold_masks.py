@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.nn import Parameter
 
 from te_compile.passes.attention_scores import HIDDEN, SWALLOWS, most_that_swallows
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
@@ -218,6 +219,8 @@ def _input_behind(mask: Node, region: Region) -> Node | None:
 def _why_unknown(given: Node) -> str:
     """Why nothing is known of what the input ``given`` of a graph holds, and what to do about it."""
     name = input_name(given)
+    if isinstance(value_of(given), Parameter) or value_of(given).requires_grad:
+        return f"it is learned, or made from {name}, which is: a bias and no mask; nothing to do: it has to be added"
     if is_held_by_the_model(given):
         made = "make the mask in forward (torch.ones(…).tril())"
         return f"it depends on the buffer or attribute {name}, which may hold anything; {made} or pass is_causal=True"

@@ -6,8 +6,10 @@ for directly. What a reason advises is held against what exists: an option that 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -258,6 +260,12 @@ def test_a_mask_that_the_model_holds_says_that_it_may_hold_anything() -> None:
     assert "buffer or attribute causal" in reason and not faults(reason)
 
 
+def test_a_mask_that_is_learned_is_called_a_bias() -> None:
+    model = With(lambda m, q, k, v: sdpa(q, k, v, attn_mask=m.weight[:LENGTH, :LENGTH].to(q.dtype)))
+    (reason,) = reasons_in(te_compile.explain(model, *qkv()))
+    assert "made from weight" in reason and "a bias and no mask" in reason and not faults(reason)
+
+
 def test_a_mask_from_before_a_graph_break_says_so() -> None:
     def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -319,3 +327,34 @@ def test_a_reason_that_helps_nobody_is_found(reason: str) -> None:
 def test_an_option_that_does_not_exist_is_found() -> None:
     with pytest.raises(te_compile.OptionError):
         faults("projection to logits; lm_haed=True puts it in FP8")
+
+
+def _given_as_reasons(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is raised as a reason, handed to ``keep`` or returned by a function that says why."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        says_why = "why" in function.name or function.name.startswith("by_")
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("NotAWeightError", "NotAttentionError"):
+                yield node.args[0]
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "keep":
+                yield node.args[1]
+            elif isinstance(node, ast.Return) and says_why and node.value is not None:
+                yield node.value.elts[-1] if isinstance(node.value, ast.Tuple) else node.value
+
+
+def _without_advice(source: str) -> list[str]:
+    """The texts in ``source`` that are reasons and have no second half."""
+    written = [each for each in _given_as_reasons(ast.parse(source)) if isinstance(each, (ast.Constant, ast.JoinedStr))]
+    return [text for each in written if (text := ast.unparse(each)) not in ("''", "None") and "; " not in text]
+
+
+@pytest.mark.parametrize("file", sorted(Path(select.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_reasons_that_no_model_here_reaches_have_advice_too(file: Path) -> None:
+    assert not _without_advice(file.read_text())
+
+
+def test_a_reason_in_the_source_without_advice_is_found() -> None:
+    assert len(_without_advice('def by_mood(site):\n    return Cause.RULE, f"it is {site.mood}"\n')) == 1
+    assert len(_without_advice('def f(site):\n    site.keep(Cause.RULE, "no")\n    raise NotAWeightError("no")\n')) == 2
