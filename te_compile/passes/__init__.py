@@ -22,6 +22,7 @@ from te_compile.passes.open_attention_modules import open_attention_modules
 from te_compile.passes.open_encoder_layers import open_encoder_layers
 from te_compile.passes.open_norms import open_norms
 from te_compile.passes.pair_producers import pair_producers
+from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prune_outputs import prune_outputs
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
@@ -30,7 +31,8 @@ from te_compile.passes.share_inputs import share_inputs
 GraphPass = Callable[[Graph], int]
 
 NORMALIZE_PASSES: tuple[GraphPass, ...] = (
-    drop_noop_casts,  # first: a no-op cast hides a norm
+    plain_operators,  # first: all others know operators as functions
+    drop_noop_casts,  # before the norms, which a no-op cast hides
     open_encoder_layers,  # before the norms inside them are looked for
     open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
     recognise_attention,
