@@ -59,5 +59,7 @@ def _short(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_short, value))}]"
-    size = getattr(value, "get_size", lambda: None)()
-    return type(value).__name__ + ("" if size is None else f" {list(size)}")
+    try:
+        return f"{type(value).__name__} {list(value.get_size())}"
+    except (AttributeError, NotImplementedError, TypeError):  # no tensor, but a graph or a generator
+        return type(value).__name__

@@ -141,6 +141,6 @@ def test_a_device_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.C
 def test_the_environment_says_versions_and_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
-    assert torch.__version__ in text and transformers.__version__ in text
+    assert torch.__version__.split("+")[0] in text and transformers.__version__ in text
     for expected in ("python ", "C++ core", "2 of 2 linears in FP8", "te::gemm"):
         assert expected in text

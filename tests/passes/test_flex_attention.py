@@ -116,6 +116,7 @@ def test_its_gradients_go_on_into_linears_in_fp8(recomputed: bool, x: Tensor, mo
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="on a CPU PyTorch 2.11 wants q, k and v in memory of their own")
 def test_inductor_compiles_it(x: Tensor) -> None:
     layer = Layer()
     y, _ = ran(layer, x, compiler="inductor")

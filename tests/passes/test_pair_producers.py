@@ -181,6 +181,5 @@ def test_the_report_says_so() -> None:
     report = te_compile.explain(Gated(F.silu).bfloat16(), torch.randn(4, 16, 32).bfloat16())
     told = {row.name: row.fused for row in report.rows}
     assert any("in one pass with another gradient" in text for text in told["gate"])
-    assert any("silu backward" in text for text in told["gate"])
     assert any("in one pass with another gradient" in text for text in told["up"])
     assert not any("in one pass" in text for text in told["down"])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prove_masks import proven_meaning
 from tests.capturing import captured
 
@@ -176,6 +177,7 @@ def proof(mask: Mask, dynamic: bool) -> str | None:
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(x, 1)
     gm, _ = captured(run, x)
+    plain_operators(gm.graph)  # as in the pipeline
     (attention,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
     return proven_meaning(attention.kwargs["attn_mask"])
 
