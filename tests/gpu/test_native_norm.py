@@ -142,12 +142,14 @@ def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
 
 
 def test_it_is_what_a_gpu_of_this_kind_takes_and_others_are_told_why_not() -> None:
-    def choice(columns: int, dtype: torch.dtype) -> tuple[str, list[str]]:
+    def choice(columns: int, dtype: torch.dtype, columnwise: bool = True) -> tuple[str, list[str]]:
         x = torch.empty(64, columns, device="cuda", dtype=dtype)
         arguments = {"x": x, "weight": None, "bias": None, "kind": "rms", "scale": number(1.0), "dtype": E4M3}
+        arguments["columnwise"] = columnwise
         return registry.choose("norm_quantize", registry.Target.of(x.device), arguments)
 
     assert choice(4096, torch.bfloat16)[0] == "cuda"
+    assert choice(4096, torch.bfloat16, columnwise=False)[0] == "triton"
     for columns, dtype, reason in ((4095, torch.bfloat16, "K=4095"), (4096, torch.float32, "float32")):
         name, reasons = choice(columns, dtype)
         assert name == "triton" and reason in reasons[0]

@@ -35,6 +35,12 @@ def test_hopper_gets_the_kernel(operator: str) -> None:
     assert registry.choose(operator, HOPPER, ARGUMENTS[operator])[0] == wanted
 
 
+def test_rows_alone_are_one_pass_of_triton() -> None:
+    chosen, reasons = registry.choose("norm_quantize", HOPPER, {**ARGUMENTS["norm_quantize"], "columnwise": False})
+    assert chosen == "triton"
+    assert native.missing(cuda=True) or "rows alone" in reasons[0]
+
+
 @pytest.mark.parametrize("operator", ARGUMENTS)
 @pytest.mark.parametrize(
     ("target", "reason"), [(Target("cpu"), "not cpu"), (Target("cuda", (8, 0)), "8.9")], ids=["cpu", "ampere"]
