@@ -331,6 +331,11 @@ def fused_rows() -> Iterator[Row]:
                 return close and _same(got[0], wanted[0], 1e-3) and _same(got[1], wanted[1], 1e-3)
 
             yield Row(f"fused {name}", f"{m}x{k}", m * k * (2 * len(inputs) + 2), call, check, "fused")
+
+
+def pair_rows() -> Iterator[Row]:
+    """Producers of two values."""
+    for m, k in SHAPES:
         yield _pair_row(m, k)
 
 
@@ -476,7 +481,7 @@ def families(peers: bool) -> list[Family]:
     """What makes the rows, in the order of the output."""
     from benchmarks import kernel_peers, products
 
-    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows]
+    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows, pair_rows]
     ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 

@@ -262,7 +262,8 @@ def _parsed(text: str) -> Spec:
         except (KeyError, ValueError) as error:
             raise SpecError(f"{statement!r} in the spec {text!r}: {error}") from None
     if not 1 <= len(quantized) <= 2:
-        raise SpecError(f"the spec {text!r} quantises {len(quantized)} values; one or two are possible")
+        many = f"{len(quantized)} values; at most two are possible" if quantized else "nothing"
+        raise SpecError(f"the spec {text!r} quantises {many}")
     return builder.finish(quantized[0], results["emit"], results["sum"], *quantized[1:])
 
 

@@ -24,7 +24,10 @@ def right(family: Callable[[], Iterator[Row]]) -> dict[str, bool]:
     return {row.name: row.check(row.call(None, 0)) for row in family()}
 
 
-@pytest.mark.parametrize("family", [kernels.quantize_rows, kernels.norm_rows, kernels.weight_rows, kernels.update_rows])
+@pytest.mark.parametrize(
+    "family",
+    [kernels.quantize_rows, kernels.norm_rows, kernels.pair_rows, kernels.weight_rows, kernels.update_rows],
+)
 def test_every_row_is_right(family: Callable[[], Iterator[Row]]) -> None:
     found = right(family)
     assert found and all(found.values()), found
