@@ -1,0 +1,131 @@
+"""What generated producers call: functions as accurate as fp32 in bulk needs, and how tiles of inputs are read.
+
+kernels/pointwise.py writes the producers and says how many instructions they can afford.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from te_compile.kernels.quantize import INTERPRETED
+
+# 1 / (1 + 2^x): what tl.exp2 and a division add to this is care for subnormal numbers, 15 instructions of it.
+LOGISTIC_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
+
+
+@triton.jit
+def logistic(exponent):
+    """1 / (1 + 2^exponent), to a few units in the last place; 0 from 2^126 on, below fp32's normal range."""
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp2(exponent))
+    else:
+        return tl.inline_asm_elementwise(
+            LOGISTIC_ASSEMBLY, "=&f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return logistic(x * -1.4426950408889634)
+
+
+@triton.jit
+def tanh(x):
+    """One exponential and one division; near 0, where 1 - 2 / (e + 1) cancels, the series."""
+    square = x * x
+    near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - 0.053968254 * square)))
+    far = 1.0 - 2.0 * sigmoid(-2.0 * x)
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def one_plus_tanh(x):
+    """1 + tanh(x), as accurate as fp32 where tanh(x) nears -1."""
+    return 2.0 * logistic(x * -2.8853900817779268)
+
+
+@triton.jit
+def one_less_tanh_squared(x):
+    """1 - tanh(x)², the derivative of tanh."""
+    half = logistic(x * -2.8853900817779268)
+    return 4.0 * half * (1.0 - half)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), corrected for what the addition lost (Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, tl.log(u) * (x / (u - 1.0))))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1; near 0, where that cancels, the series."""
+    near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * 0.0013888889)))))
+    return tl.where(tl.abs(x) < 0.35, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def power(x, y):
+    """x to a power that is not an integer (the pass spells those out): NaN for a negative x, as in torch."""
+    return tl.exp2(y * tl.log2(x))
+
+
+@triton.jit
+def read(pointer, inside, EVEN: tl.constexpr):
+    """A block, with no mask where none is needed, else 0 outside."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
+def read_full(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile of a matrix. Only the tile's corner needs 64 bits."""
+    x += tile_m * stride_m + tile_k * stride_k
+    return read(x + m[:, None] * stride_m + k[None, :] * stride_k, in_rows[:, None] & in_columns[None, :], EVEN)
+
+
+@triton.jit
+def read_row(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile's part of a row vector, [1, TILE_COLUMNS]."""
+    return read(x + (tile_k + k) * stride_k, in_columns, EVEN)[None, :]
+
+
+@triton.jit
+def read_column(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN: tl.constexpr):
+    """A tile's part of a column vector, [TILE_ROWS, 1]."""
+    return read(x + (tile_m + m) * stride_m, in_rows, EVEN)[:, None]
+
+
+@triton.jit
+def part_at(x, stride_g, width, column):
+    """Where column ``column`` of a part [A, S, G, D = width] starts."""
+    return x + (column // width).to(tl.int64) * stride_g + column % width
+
+
+@triton.jit
+def read_part(
+    x, stride_a, stride_s, length, tile_m, m, k, in_rows, in_columns, EVEN: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """A tile of a part with S = ``length``, from the column at ``x`` on. ``WHOLE``: its rows have one index in A."""
+    first = tile_m.to(tl.int32)
+    if WHOLE:
+        x += (first // length).to(tl.int64) * stride_a + (first % length).to(tl.int64) * stride_s
+        rows = m * stride_s
+    else:
+        row = first + m
+        rows = (row // length).to(tl.int64) * stride_a + (row % length).to(tl.int64) * stride_s
+    return read(x + rows[:, None] + k[None, :], in_rows[:, None] & in_columns[None, :], EVEN)
+
+
+@triton.jit
+def whole(value, in_rows, in_columns, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``value`` over the whole tile, 0 outside the matrix (a producer of zeros need not be zero)."""
+    value = tl.broadcast_to(value, (ROWS, COLUMNS))
+    if not EVEN:
+        value = tl.where(in_rows[:, None] & in_columns[None, :], value, 0.0)
+    return value
