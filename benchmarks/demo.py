@@ -287,8 +287,10 @@ def main(given: Sequence[str] | None = None) -> int:
 
     text = standard_library_text()
     start = time.perf_counter()
-    results = {name: run(name, size, device, text, arguments.out) for name in arguments.models}
-    good = [show_losses(name, curves, device.type == "cuda") for name, curves in results.items()]
+    results, good = {}, []
+    for name in arguments.models:
+        results[name] = run(name, size, device, text, arguments.out)
+        good.append(show_losses(name, results[name], device.type == "cuda"))
     print()
     plot(results, arguments.out / "loss.png")
     verdict = "within" if all(good) else "NOT within"

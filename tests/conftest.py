@@ -21,6 +21,7 @@ os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 import torch
+import torch._functorch.config
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: without a GPU its kernels run in the interpreter (tests/kernels).
@@ -64,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than some ten seconds on two cores")
     config.addinivalue_line("markers", "gpu: needs a CUDA device with FP8 tensor cores")
     torch.set_num_threads(1)
+    # PyTorch only warns of an operator whose results share memory, unless it finds itself in a CI.
+    torch._functorch.config.error_on_custom_op_aliasing = True
     # Structured traces of every compilation would bury what a failure has to say.
     config.option.log_level = config.option.log_level or "INFO"
 

@@ -4,6 +4,8 @@ A step at small sizes is as long as the host takes to launch it, and a GPU waits
 what surrounds a launch counts. On an H200's host ``Tensor.new_empty`` takes 2.5 µs where Inductor's own allocation
 takes 0.9, and ``new_zeros`` 6.9 µs, besides a kernel that costs the GPU 2 µs, for one amax that must start at 0.
 Amaxes are therefore cleared some hundreds at a time and handed out one by one, and so is the memory of 1 / scale.
+Numbers cleared together share a storage, and no two results of an operator may (PyTorch warns of it, and in its own CI
+refuses it), so each kind of result has a stock of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided
 NUMBERS = 256  # cleared together
 _STRIDE = 4  # fp32 elements from one number to the next: all are aligned alike, so kernels are compiled once
 
-_cleared: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
+_cleared: dict[tuple[int, int, str], list[Tensor]] = {}  # by device, stream and kind
 _lending = {"stopped": False}
 _lent: list[Tensor] = []  # for a measurement that is going on
 _HERE: AbstractContextManager[object] = nullcontext()
@@ -47,16 +49,19 @@ def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def quantized(
-    like: Tensor, rows: int, columns: int, dtype: torch.dtype, rowwise: bool, columnwise: bool
+    like: Tensor, rows: int, columns: int, dtype: torch.dtype, rowwise: bool, columnwise: bool, which: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for q, qᵀ, amax, which is 0, and 1 / scale of a matrix [rows, columns]; see :func:`empty`."""
+    """Memory for q, qᵀ, amax, which is 0, and 1 / scale of a matrix [rows, columns]; see :func:`empty`.
+
+    An operator that quantises several matrices says ``which`` of them this is.
+    """
     q = empty(like, (rows, columns) if rowwise else (0,), dtype)
     qt = empty(like, (columns, padded(rows)) if columnwise else (0,), dtype)
-    scale_inv = _from_stock(like)
-    return q, qt, amax(like), empty(like, (), torch.float32) if scale_inv is None else scale_inv
+    scale_inv = _from_stock(like, f"scale_inv{which}")
+    return q, qt, amax(like, which), empty(like, (), torch.float32) if scale_inv is None else scale_inv
 
 
-def amax(like: Tensor) -> Tensor:
+def amax(like: Tensor, which: int = 0) -> Tensor:
     """One fp32 number [] that is 0 when the current stream of the current device gets to it, on the device of ``like``.
 
     A CUDA graph must clear its own each time that it runs, and what its memory pool must not own may not be made within
@@ -64,16 +69,16 @@ def amax(like: Tensor) -> Tensor:
     """
     if _lent:
         return _lent.pop()
-    number = _from_stock(like)
+    number = _from_stock(like, f"amax{which}")
     return like.new_zeros((), dtype=torch.float32) if number is None else number
 
 
-def _from_stock(like: Tensor) -> Tensor | None:
+def _from_stock(like: Tensor, kind: str) -> Tensor | None:
     """One of the cleared numbers; None where each must be made by itself."""
     if not like.is_cuda or _lending["stopped"] or torch.cuda.is_current_stream_capturing():
         return None
     device = like.get_device()
-    stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device)), [])
+    stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device), kind), [])
     while True:
         try:
             return stock.pop()  # without a look first: another thread on this stream may take the last one

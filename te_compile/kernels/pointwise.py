@@ -510,7 +510,7 @@ def _produced(
     arguments = _kernel_arguments(spec, inputs)
     flags = dict(zip(("ROWWISE", "COLUMNWISE", "ROWWISE2", "COLUMNWISE2"), itertools.chain(*layouts), strict=False))
     with on_device_of(x):
-        quantized = [buffers.quantized(x, rows, columns, dtype, *wanted) for wanted in layouts]
+        quantized = [buffers.quantized(x, rows, columns, dtype, *wanted, n) for n, wanted in enumerate(layouts)]
         emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
         partials = [buffers.empty(x, (turns, columns), torch.float32) for _ in spec.sums]
         if measure:
