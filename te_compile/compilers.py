@@ -27,7 +27,7 @@ from te_compile.fallbacks import short_texts, tell_inductor
 from te_compile.kernels import buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
-from te_compile.passes import JOINT_PASSES
+from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, GraphPass
 from te_compile.passes.manager import Compilation
 
 Compiled = Callable[..., Any]
@@ -44,28 +44,39 @@ def source_fingerprint() -> str:
     return digest.hexdigest()
 
 
-class JointPasses(CustomGraphPass):
-    """The joint passes, in the form that keeps Inductor's and AOTAutograd's caches on.
+class Passes(CustomGraphPass):
+    """Passes in the form that keeps Inductor's and AOTAutograd's caches on.
 
     An equal ``uuid`` lets a cached result stand in for running the passes, so it covers all that the result depends on
     besides the graph: our version and sources, the options, the recipe, and which implementations there are to choose
     from.
     """
 
-    def __init__(self, compilation: Compilation) -> None:
-        self.compilation = compilation
+    def __init__(self, passes: Sequence[GraphPass], compilation: Compilation) -> None:
+        self.passes, self.compilation = passes, compilation
 
     def __call__(self, graph: Graph) -> None:
-        """Run the passes on the joint graph, in place."""
-        for joint_pass in JOINT_PASSES:
-            self.compilation.run(joint_pass.__name__, partial(joint_pass, graph), graph)
-        self.compilation.joint = graph
+        """Run the passes on the graph, in place."""
+        for each in self.passes:
+            self.compilation.run(each.__name__, partial(each, graph), graph)
 
     def uuid(self) -> str:
         """What the result depends on besides the graph."""
         available = f"{registry.offers()} {native.missing(cuda=True)}"
         ours = f"te_fp8 {__version__} {source_fingerprint()}"  # the version for the C++ core, which has no sources here
         return f"{ours} {available} {self.compilation.recipe} {self.compilation.options}"
+
+
+class JointPasses(Passes):
+    """Those for the graph of forward and backward, which reports are about."""
+
+    def __init__(self, compilation: Compilation) -> None:
+        super().__init__(JOINT_PASSES, compilation)
+
+    def __call__(self, graph: Graph) -> None:
+        """Run the passes on the joint graph, in place."""
+        super().__call__(graph)
+        self.compilation.joint = graph
 
 
 def _asked_of_inductor(options: Options) -> dict[str, Any]:
@@ -82,7 +93,11 @@ def captures_cuda_graphs(options: Options) -> bool:
 
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Compile with Inductor, under the user's mode and Inductor options."""
-    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation), **_asked_of_inductor(options)}
+    patches: dict[str, Any] = {
+        "joint_custom_pre_pass": JointPasses(compilation),
+        "post_grad_custom_pre_pass": Passes(DIRECTION_PASSES, compilation),
+        **_asked_of_inductor(options),
+    }
     if captures_cuda_graphs(options):
         buffers.stop_lending()
     tell_inductor()

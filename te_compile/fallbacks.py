@@ -5,20 +5,29 @@ notes for its log what the call's arguments are. Up to PyTorch 2.12 that text is
 and an argument that an operator computed is told with that operator's own arguments. Where one operator's result goes
 straight into the next, and a residual stream enters each layer twice, such a text doubles with every layer: four layers
 took over a minute to compile, and a model of 32 would never have been done.
+
+And it would call each operator through PyTorch's dispatcher. On a GPU it is told to call te_compile/direct.py instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch._inductor import exc, lowering
+from torch._inductor import exc, ir, lowering
+from torch._inductor.virtualized import V
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from te_compile.ops.library import NAMESPACE
 
+DIRECT_ON = {"cuda"}
+"""The types of device whose operators are called without the dispatcher: where a host's microseconds count."""
+
+_CALLS = "te_calls"  # what generated code calls them by
 _NOTE = "operator_str"  # of Inductor's, which writes what a call's arguments are
 
 
@@ -37,6 +46,45 @@ def tell_inductor() -> None:
     for operator in te_operators():
         if operator not in lowering.lowerings:
             lowering.make_fallback(operator, warn=False)
+            lowering.register_lowering(operator, type_promotion_kind=None)(partial(_called_directly, operator))
+
+
+class DirectCall(ir.FallbackKernel):
+    """A call that generated Python code for a GPU makes by te_compile/direct.py."""
+
+    def get_kernel_name(self) -> str:
+        """What the code calls; by ``codegen`` it is imported."""
+        operator = self.op_overload
+        if not isinstance(operator, OpOverload) or not self._is_direct():
+            return super().get_kernel_name()
+        return f"{_CALLS}.{operator._schema.name.removeprefix(NAMESPACE + '::')}"
+
+    def codegen(self, wrapper: Any) -> None:
+        """Write the call."""
+        if self._is_direct():
+            wrapper.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
+        super().codegen(wrapper)
+
+    def _is_direct(self) -> bool:
+        return _is_called_directly(self.get_device())
+
+
+def _is_called_directly(device: torch.device | None) -> bool:
+    return device is not None and device.type in DIRECT_ON and not V.graph.cpp_wrapper
+
+
+def _called_directly(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
+    def boxed(result: Any) -> Any:
+        if not isinstance(result, ir.IRNode):
+            return result
+        # Inductor expects the worst where an operand begins anywhere, as one scale among many does, and its kernels
+        # would then read what comes of it element by element. Our results are fresh memory.
+        V.graph.unaligned_buffers.discard(result.get_name())
+        if isinstance(result, ir.MultiOutput) and _is_called_directly(result.get_device()):
+            result.skip_size_stride_alignment_checks = True  # two questions a result, of what kernels are tested for
+        return ir.TensorBox.create(result)
+
+    return pytree.tree_map(boxed, DirectCall.create(operator, *arguments, **named))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import innermost_fn
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
@@ -74,7 +75,7 @@ class Runner:
         replays_cuda_graphs: bool = False,
     ) -> None:
         given = gm.graph.find_nodes(op="placeholder")[signature.added :]
-        self.compiled = compiled
+        self.compiled = innermost_fn(compiled)  # Dynamo, which calls this, is off already
         self.positions = [given.index(weight) for weight in signature.weights] if signature.states else []
         self.signature, self.history_length = signature, history_length(recipe)
         self.gradient_max = recipe.fp8_format.backward_max

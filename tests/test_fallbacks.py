@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config, exc, graph
 from torch._inductor.lowering import lowerings
+from torch._inductor.utils import run_and_get_code
 
+from te_compile import fallbacks
 from te_compile.backend import te_fp8
 from te_compile.fallbacks import short_texts, te_operators, tell_inductor
 
@@ -63,6 +66,37 @@ def test_no_operator_of_ours_is_met_unprepared() -> None:
     model = Deep().layers[0]
     with config.patch(implicit_fallbacks=False):
         torch.compile(model, backend=te_fp8)(torch.randn(32, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_generated_code_calls_operators_directly_where_it_is_to(
+    monkeypatch: pytest.MonkeyPatch, directly: bool
+) -> None:
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"} if directly else {"cuda"})
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), torch.randn(32, 16)
+
+    def gradients(model: nn.Module, backend: Any, options: dict[str, Any]) -> list[Tensor]:
+        compiled = torch.compile(model, backend=backend, options=options)
+        compiled(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    found, codes = run_and_get_code(lambda: gradients(copy.deepcopy(model), te_fp8, {}))
+    called = "\n".join(codes)
+    assert ("te_calls.gemm(" in called) == directly and ("torch.ops.te.gemm.default(" in called) != directly
+    assert ("'torch.ops.te.gemm.default')" in called) != directly  # what is asked of each result
+    expected = gradients(copy.deepcopy(model), te_fp8, {"compiler": "aot_eager"})
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_results_count_as_aligned_whatever_their_operands_are() -> None:
+    """One scale of many begins anywhere; Inductor's kernels would read all that depends on it by elements."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Softplus())
+    with torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(model, backend=te_fp8), torch.randn(32, 16))
+    called = "\n".join(codes)
+    assert "te.gemm" in called and "assumed to be not aligned" not in called
 
 
 def test_what_is_noted_of_others_does_not_double_with_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:

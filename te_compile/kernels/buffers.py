@@ -10,13 +10,17 @@ refuses it), so each kind of result has a stock of its own.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from te_compile.kernels.recording import here, unrecorded
 from te_compile.ops.quantize import padded
 
 # Of PyTorch's own, but every graph of Inductor's relies on it.
@@ -39,13 +43,23 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous vector or matrix on the device of ``like``, which must be the current one if CUDA."""
+    """An uninitialised contiguous tensor on the device of ``like``, which must be the current one if CUDA."""
     # Under deterministic algorithms PyTorch's own fills what is empty, so that whoever reads it shows.
     if _empty_on_current_device is None or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
         return torch.empty(size, dtype=dtype, device=like.device)
-    strides = (size[1], 1) if len(size) == 2 else (1,) * len(size)
-    made: Tensor = _empty_on_current_device(tuple(size), strides, dtype)
+    size = tuple(size)
+    strides = contiguous_strides(size)
+    made: Tensor = _empty_on_current_device(size, strides, dtype)
+    if here.recorder is not None:
+        here.recorder.made(made, lambda device, stream: _empty_on_current_device(size, strides, dtype))
     return made
+
+
+@lru_cache(maxsize=1024)
+def contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    """From one element to the next along each dimension, in elements."""
+    lengths = (max(length, 1) for length in reversed(size[1:]))
+    return tuple(itertools.accumulate(lengths, operator.mul, initial=1))[::-1] if size else ()
 
 
 def quantized(
@@ -78,17 +92,35 @@ def _from_stock(like: Tensor, kind: str) -> Tensor | None:
     if not like.is_cuda or _lending["stopped"] or torch.cuda.is_current_stream_capturing():
         return None
     device = like.get_device()
-    stock = _cleared.setdefault((device, torch._C._cuda_getCurrentRawStream(device), kind), [])
+    number = _next(device, torch._C._cuda_getCurrentRawStream(device), kind)
+    if here.recorder is not None:
+        here.recorder.made(number, lambda device, stream: _next(device, stream, kind))
+    return number
+
+
+def _next(device: int, stream: int, kind: str) -> Tensor:
+    """The next cleared number of this kind; nobody else gets it."""
     while True:
         try:
-            return stock.pop()  # without a look first: another thread on this stream may take the last one
-        except IndexError:
-            stock.extend(_clear(NUMBERS, like.device))
+            return _cleared[device, stream, kind].pop()  # without a look first: another thread may take the last one
+        except (KeyError, IndexError):
+            stock = _cleared.setdefault((device, stream, kind), [])
+            stock.extend(_clear(NUMBERS, torch.device("cuda", device)))
 
 
 def _clear(count: int, device: torch.device) -> tuple[Tensor, ...]:
-    with torch.inference_mode(False), torch.no_grad():
+    with unrecorded(), torch.inference_mode(False), torch.no_grad():
         return torch.zeros(count, _STRIDE, device=device)[:, 0].unbind()
+
+
+def lends() -> bool:
+    """Is memory for kernels made as it is here, by PyTorch's fast way and from stock?"""
+    return (
+        _empty_on_current_device is not None
+        and not _lending["stopped"]
+        and not _lent
+        and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def stop_lending() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from te_compile.kernels import buffers, native
 from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.recording import STREAM
 from te_compile.ops.registry import Target, Unsupported
 
 ALIGNMENT = 16  # bytes or FP8 elements: matrices, rows and contraction lengths
@@ -319,11 +320,9 @@ def _launch(
     with on_device_of(a):
         workspace = buffers.empty(a, (WORKSPACE_BYTES,), torch.uint8)
     try:
-        core.cublaslt_gemm(
-            device,
-            a.data_ptr(), b.data_ptr(), d.data_ptr(),
-            a_scale_inv.data_ptr(), b_scale_inv.data_ptr(), native.address(d_scale), native.address(amax),
-            native.address(bias), native.address(aux), native.address(addend),
+        native.call(
+            core.cublaslt_gemm, device,
+            a, b, d, a_scale_inv, b_scale_inv, d_scale, amax, bias, aux, addend,
             a.shape[0], b.shape[0], a.shape[1],
             lda, ldb, ldd, ld_aux, ld_addend,
             codes[a.dtype], codes[b.dtype], codes[d.dtype],
@@ -331,7 +330,7 @@ def _launch(
             codes[torch.bfloat16 if aux is None else aux.dtype],
             _epilogues()[epilogue],
             accumulation == "fast",
-            workspace.data_ptr(), WORKSPACE_BYTES, _candidates(), native.current_stream(device),
+            workspace, WORKSPACE_BYTES, _candidates(), STREAM,
         )  # fmt: skip
     except core.Unsupported as reason:
         raise Unsupported(str(reason)) from None

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 
@@ -164,9 +165,9 @@ def fp8_attention(
     """
     (batch, queries, heads, width), (_, keys, shared, _) = q.shape, k.shape
     tile = tile or tile_for(queries, q.device)
-    out = q.new_empty((batch, queries, heads, width), dtype=out_dtype)
-    logsumexp = q.new_empty((batch, heads, queries), dtype=torch.float32)
     with on_device_of(q):
+        out = buffers.empty(q, (batch, queries, heads, width), out_dtype)
+        logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
         launch(
             _fp8_attention_kernel, (triton.cdiv(queries, tile.queries), batch * heads),
             q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, out, logsumexp,

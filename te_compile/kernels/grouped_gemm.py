@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 
@@ -190,12 +191,12 @@ def grouped_gemm(
     """y [M, N] of a: [M, K] and b: [E, N, K], any strides of b but 1 along K; K is a multiple of 16."""
     (rows, length), (experts, columns, _) = a.shape, b.shape
     tile = tile or tile_for(rows, experts)
-    y = a.new_empty((rows, columns), dtype=out_dtype)
-    if y.numel() == 0:  # an empty batch has no tile to launch
-        return y
+    if rows == 0 or columns == 0:  # an empty batch has no tile to launch
+        return a.new_empty((rows, columns), dtype=out_dtype)
     row_tiles = rows // tile.rows + experts + 1
     grid = row_tiles * triton.cdiv(columns, tile.columns)
     with on_device_of(a):
+        y = buffers.empty(a, (rows, columns), out_dtype)
         launch(
             _grouped_gemm_kernel, grid,
             a.contiguous(), b, a_scale_inv, b_scale_inv, ends, y,
@@ -219,11 +220,11 @@ def grouped_wgrad(
 ) -> Tensor:
     """dw [E, R, C] of a: [R, M] and b: [C, M], M padded to a multiple of 16."""
     (rows, padded), columns, experts = a.shape, b.shape[0], ends.shape[0]
-    y = a.new_empty((experts, rows, columns), dtype=out_dtype)
     if padded == 0:  # an empty batch: sums over no rows
-        return y.zero_()
+        return a.new_zeros((experts, rows, columns), dtype=out_dtype)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), experts)
     with on_device_of(a):
+        y = buffers.empty(a, (experts, rows, columns), out_dtype)
         launch(
             _grouped_wgrad_kernel, grid,
             a.contiguous(), b.contiguous(), a_scale_inv, b_scale_inv, ends, y,

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from te_compile.kernels.recording import STREAM, here
+
 Programs = tuple[int, int, int]
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
@@ -34,10 +36,14 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
     key, values, device = _read(kernel, arguments, constants)
     found = _compiled.get(key)
     if found is None:
-        _compile(key, kernel, programs, arguments, constants)
+        found = _compile(key, kernel, programs, arguments, constants)
+        compiled, rest, _ = found
     else:
         compiled, rest, _ = found
         _run(compiled, programs, device, values + rest)
+    if here.recorder is not None:
+        run = (compiled.function, compiled.packed_metadata, None, None, None)
+        here.recorder.called(compiled.run, (*programs, STREAM, *run, *arguments, *rest))
 
 
 class Repeated:
@@ -101,24 +107,26 @@ def _form_of(number: int) -> int:
 
 def _compile(
     key: tuple[Any, ...], kernel: Any, programs: Programs, arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
+) -> tuple[Any, tuple[Any, ...], Any]:
     """Compile the kernel, which runs it, and keep it under ``key``."""
     compiled = kernel[programs](*arguments, **constants)
     rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-    _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
+    found = _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
+    return found
 
 
 def _run(compiled: Any, programs: Programs, device: int, values: tuple[Any, ...]) -> None:
     """Run a compiled kernel on the current stream of the device."""
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if _is_watched():
+    if is_watched():
         compiled[programs](*values, stream=stream)
     else:  # what the line above does where nobody has asked to be told of launches
         function, metadata = compiled.function, compiled.packed_metadata
         compiled.run(*programs, stream, function, metadata, None, None, None, *values)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Has a profiler asked Triton to tell it of launches?"""
-    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

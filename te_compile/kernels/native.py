@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from te_compile.kernels.recording import STREAM, here
 
 BUILD_HINT = "build it with `pip install -e .` or `csrc/build.sh`"
 
@@ -62,6 +66,18 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor's data starts; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
+def call(function: Callable[..., Any], device: int, *arguments: Any) -> None:
+    """Call a function of the core that launches on ``device``, which is its first argument.
+
+    It takes addresses for tensors, 0 for None, and the current stream for ``STREAM``.
+    """
+    given = [0 if argument is None else argument for argument in (device, *arguments)]
+    stream = current_stream(device)
+    function(
+        *(
+            argument.data_ptr() if isinstance(argument, Tensor) else stream if argument is STREAM else argument
+            for argument in given
+        )
+    )
+    if here.recorder is not None:
+        here.recorder.called(function, given)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from te_compile.kernels import buffers, native
 from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.recording import STREAM
 from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, RMS_OFFSET, output_dtype
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.recipe import ScaleRule
@@ -101,12 +102,12 @@ def norm_quantize(
     weight_dtype, bias_dtype = (
         codes[x.dtype] if parameter is None else codes[parameter.dtype] for parameter in (weight, bias)
     )
-    native.module().cuda_norm_quantize(
-        x.device.index, x.data_ptr(), codes[x.dtype], rows, columns, x.stride(0),
-        native.address(weight), weight_dtype, 1.0 if kind == RMS_OFFSET else 0.0, native.address(bias), bias_dtype,
+    native.call(
+        native.module().cuda_norm_quantize,
+        x.device.index, x, codes[x.dtype], rows, columns, x.stride(0),
+        weight, weight_dtype, 1.0 if kind == RMS_OFFSET else 0.0, bias, bias_dtype,
         kind == LAYER, kind in (RMS, RMS_MIXED) and weight is not None, eps,
-        native.address(scale), measure, torch.finfo(dtype).max, rule.margin, rule.epsilon, rule.power_2,
-        y.data_ptr(), q.data_ptr(), qt.data_ptr(), amax.data_ptr(), scale_inv.data_ptr(),
-        mean.data_ptr(), rstd.data_ptr(), native.current_stream(x.device.index),
+        scale, measure, torch.finfo(dtype).max, rule.margin, rule.epsilon, rule.power_2,
+        y, q, qt, amax, scale_inv, mean, rstd, STREAM,
     )  # fmt: skip
     return y, q, qt, amax, scale_inv, mean, rstd

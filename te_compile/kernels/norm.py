@@ -240,7 +240,7 @@ def norm_quantize(
         y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(
             x, weight, bias, eps, scale, dtype, rowwise, emit, y_dtype, rounding, offset, centred
         )
-        return y, q, q.new_empty(0), amax, scale_inv, mean, rstd
+        return y, q, buffers.empty(x, (0,), dtype), amax, scale_inv, mean, rstd
     tile = tile or _tile(rows)
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)

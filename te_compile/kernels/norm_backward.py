@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
@@ -180,7 +181,6 @@ def norm_backward(
     dy, x = _as_rows(dy), _as_rows(x)
     residual = None if residual is None or not wants_dx else _as_rows(residual)
     weight = None if weight is None else weight.contiguous()
-    dx = x.new_empty((rows, columns) if wants_dx else (0,))
     dtypes = [weight.dtype] if wants_dw and weight is not None else []
     dtypes += [] if bias_dtype is None else [bias_dtype]
     width, itemsize = triton.next_power_of_2(columns), max(dy.itemsize, x.itemsize)
@@ -210,13 +210,14 @@ def norm_backward(
         )  # fmt: skip
 
     summing = sums_walk if apart and sums_walk is not None else walk
-    partials = [x.new_empty((programs_of(summing)[0], columns), dtype=torch.float32) for _ in dtypes]
     with on_device_of(x):
+        dx = buffers.empty(x, (rows, columns) if wants_dx else (0,), x.dtype)
+        partials = [buffers.empty(x, (programs_of(summing)[0], columns), torch.float32) for _ in dtypes]
         if wants_dx:
             run(walk, dx, [] if apart else partials)
         if apart and partials:
             run(summing, None, partials)
         sums = added_up(partials, dtypes) if partials else []
-    dw = sums[0] if wants_dw else x.new_empty(0)
-    db = x.new_empty(0) if bias_dtype is None else sums[-1]
+        dw = sums[0] if wants_dw else buffers.empty(x, (0,), x.dtype)
+        db = buffers.empty(x, (0,), x.dtype) if bias_dtype is None else sums[-1]
     return dx, dw, db

@@ -10,6 +10,8 @@ import torch
 NAMESPACE = "te"
 # A fragment, because another package in the process may have claimed the namespace first.
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+implementations: dict[str, Callable[..., Any]] = {}
+"""By operator's name, the code that runs it on every device."""
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -21,6 +23,7 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))  # Inductor's rule for operators that say nothing
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    implementations[name] = implementation
     return getattr(torch.ops.te, name).default
 
 

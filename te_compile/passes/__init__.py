@@ -24,6 +24,7 @@ from te_compile.passes.open_norms import open_norms
 from te_compile.passes.pair_producers import pair_producers
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prune_outputs import prune_outputs
+from te_compile.passes.read_scales_in_place import read_scales_in_place
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.share_inputs import share_inputs
@@ -54,3 +55,6 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     choose_implementations,  # last: it judges the operators as they will run
 )
 """On the joint graph of forward and backward."""
+
+DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place,)
+"""On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels import native
+from te_compile.kernels.recording import STREAM
 from te_compile.ops.quantize import padded, quantize_reference
 from te_compile.recipe import DelayedScaling, ScaleRule
 
@@ -30,10 +31,11 @@ def quantize_by_core(
     qt = torch.full((columns, padded(rows)), 0xA5, dtype=torch.uint8, device="cuda")
     amax, scale_inv = (torch.full((), torch.nan, device="cuda") for _ in range(2))
     codes = native.dtype_codes()
-    native.module().cuda_quantize(
-        0, x.data_ptr(), codes[x.dtype], rows, columns, native.address(scale), measure,
+    native.call(
+        native.module().cuda_quantize,
+        0, x, codes[x.dtype], rows, columns, scale, measure,
         torch.finfo(dtype).max, rule.margin, rule.epsilon, rule.power_2, codes[dtype],
-        q.data_ptr(), qt.data_ptr(), amax.data_ptr(), scale_inv.data_ptr(), native.current_stream(0),
+        q, qt, amax, scale_inv, STREAM,
     )  # fmt: skip
     return q.view(dtype), qt.view(dtype), amax, scale_inv
 

@@ -65,6 +65,8 @@ def test_threads_that_share_a_stream_each_get_their_own(monkeypatch: pytest.Monk
                 self.clear()
 
     raced: list[int] = []
+    clear = buffers._clear
+    monkeypatch.setattr(buffers, "_clear", lambda count, device: clear(count, torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     monkeypatch.setattr(buffers, "_lending", {"stopped": False})

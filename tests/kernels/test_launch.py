@@ -72,7 +72,7 @@ def run(kernel: Kernel, x: Any, y: Any = None, n: int = 5, eps: float = 1e-5, gr
 def test_the_second_launch_runs_what_the_first_compiled(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
-    monkeypatch.setattr(module, "_is_watched", lambda: watched)
+    monkeypatch.setattr(module, "is_watched", lambda: watched)
     x = torch.zeros(64)
     assert run(kernel, x) == 1 and not kernel.run
     assert kernel.compiled[0] == ((3, 1, 1), (x, None, 5, 1e-5), {"TILE": 64, "FLAG": True, "num_warps": 4})
@@ -84,15 +84,15 @@ def test_the_second_launch_runs_what_the_first_compiled(
 
 
 def test_whoever_asks_triton_to_be_told_of_launches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not module._is_watched()
+    assert not module.is_watched()
     hooks = triton.knobs.runtime
     if hasattr(hooks.launch_enter_hook, "add"):
         hooks.launch_enter_hook.add(print)
-        assert module._is_watched()
+        assert module.is_watched()
         hooks.launch_enter_hook.remove(print)
     else:
         monkeypatch.setattr(hooks, "launch_enter_hook", print)
-        assert module._is_watched()
+        assert module.is_watched()
 
 
 def test_whatever_triton_specialises_for_is_another_form(kernel: Kernel) -> None:

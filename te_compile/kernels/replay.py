@@ -1,0 +1,218 @@
+"""What a te:: operator does on a GPU, noted once for each kind of call and from then on done without asking again.
+
+The code behind an operator finds out which implementation was chosen, how large each result is, which tile fits, which
+compiled kernel that means and how the library wants to be called. All of it follows from the arguments' shapes,
+strides, dtypes and options, a training step asks it hundreds of times, and each time takes the host tens of
+microseconds. At small sizes the GPU waits for that, and at any size it does so at the start of a step, until the first
+product is on its way.
+
+So the second call of a kind is recorded: memory made, kernels launched, results. Later ones make such memory again and
+launch the same kernels with this call's addresses. A kind of call is all that the code may ask: what is no tensor, and
+of each tensor dtype, shape, strides and how its address is aligned, and whether a scale may still be missing.
+
+What cannot be replayed runs as it always did: a call that does more than that (a copy of an operand that lies badly,
+say), one that is captured into a CUDA graph, whose memory is made in other ways, and one that somebody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_compile.kernels import buffers
+from te_compile.kernels.launch import is_watched
+from te_compile.kernels.recording import STREAM, here
+from te_compile.ops import calibration
+
+MOST_KINDS = 1024  # of calls of one operator; beyond it all are forgotten, as shapes seem to be new each time
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_aten = torch.ops.aten
+_LAUNCH_NOTHING = {  # and make no memory
+    _aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.select.int, _aten.slice.Tensor,
+    _aten.promote_types.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten.view.dtype,
+}  # fmt: skip
+
+
+class Tape:
+    """The memory, the launches and the results of one kind of call.
+
+    Tensors are known by their places among the call's own and then those made. ``steps``: functions, their arguments,
+    and where among these go addresses, of which tensors and how far into them; the stream counts as tensor -1.
+    ``kept``: what else is read, at addresses that stand among the arguments.
+    """
+
+    def __init__(
+        self,
+        makes: Sequence[Callable[[int, int], Tensor]],
+        steps: Sequence[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]],
+        results: int | list[int] | tuple[int, ...],
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        self.makes, self.steps, self.results, self.kept = makes, steps, results, kept
+        self.is_list = isinstance(results, list)
+
+    def __call__(self, tensors: list[Tensor], device: int, stream: int) -> Any:
+        """Do it for these tensors, all on ``device``, the current one."""
+        for make in self.makes:
+            tensors.append(make(device, stream))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses.append(stream)  # found at -1
+        for function, template, places in self.steps:
+            arguments = template.copy()
+            for place, tensor, offset in places:
+                arguments[place] = addresses[tensor] + offset
+            function(*arguments)
+        if isinstance(self.results, int):
+            return tensors[self.results]
+        results = [tensors[result] for result in self.results]
+        return results if self.is_list else tuple(results)
+
+
+class _Recording(TorchDispatchMode):
+    """Notes one call; a mode, because PyTorch's own operators are work as well."""
+
+    def __init__(self, given: list[Tensor], by_address: bool) -> None:
+        super().__init__()
+        self.tensors = given.copy()  # alive until the end, so that identities mean something
+        self.by_address = by_address
+        self.makes: list[Callable[[int, int], Tensor]] = []
+        self.steps: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]] = []
+        self.kept: list[Tensor] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if here.recorder is self and func not in _LAUNCH_NOTHING:
+            self.complete = False
+        return func(*args, **(kwargs or {}))
+
+    def made(self, tensor: Tensor, make: Callable[[int, int], Tensor]) -> None:
+        self.tensors.append(tensor)
+        self.makes.append(make)
+
+    def called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        template, places = list(arguments), []
+        for place, argument in enumerate(arguments):
+            if argument is STREAM:
+                places.append((place, -1, 0))
+            elif isinstance(argument, Tensor):
+                found = self._find(argument)
+                if found is not None:
+                    places.append((place, *found))
+                elif self.by_address:
+                    template[place] = argument.data_ptr()
+                    self.kept.append(argument)
+                else:
+                    self.complete = False
+        for place, _, _ in places:
+            template[place] = None
+        self.steps.append((function, template, places))
+
+    def _find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Which of the tensors this one is, or lies in, and how many bytes into it. None: neither, or not for sure."""
+        for place, known in enumerate(self.tensors):
+            if known is tensor:
+                return place, 0
+        storage = tensor.untyped_storage()._cdata
+        within = [at for at, known in enumerate(self.tensors) if known.untyped_storage()._cdata == storage]
+        if len(within) != 1:
+            return None
+        return within[0], tensor.data_ptr() - self.tensors[within[0]].data_ptr()
+
+    def tape(self, results: Any) -> Tape | None:
+        """What was recorded, if it is all that the call did and ``results`` are memory that it made."""
+        given = len(self.tensors) - len(self.makes)
+        each = [results] if isinstance(results, Tensor) else results
+        if not self.complete or not isinstance(each, (list, tuple)):
+            return None
+        places = []
+        for result in each:
+            place = next((at for at, known in enumerate(self.tensors) if known is result), -1)
+            if place < given:
+                return None
+            places.append(place)
+        shaped = places[0] if isinstance(results, Tensor) else places if isinstance(results, list) else tuple(places)
+        return Tape(self.makes, self.steps, shaped, self.kept)
+
+
+class Replayed:
+    """A te:: operator's code, called as that is.
+
+    by_address: its kernels read a table made of its tensors' addresses, and each address is part of a call's kind.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], by_address: bool = False) -> None:
+        self.name, self.function, self.by_address = name, function, by_address
+        self.address_bits = -1 if by_address else 15
+        self.tapes: dict[tuple[Any, ...], Tape | None] = {}
+        self.met: set[tuple[Any, ...]] = set()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the operator."""
+        if not _profiler_enabled():
+            return self._run(arguments, named)
+        with torch.profiler.record_function(f"te::{self.name}"):
+            return self._run(arguments, named)
+
+    def _run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        tensors: list[Tensor] = []
+        form: list[Any] = [*named]
+        _read(arguments, tensors, form, self.address_bits)
+        _read(named.values(), tensors, form, self.address_bits)
+        device = _device_for_replays(tensors)
+        if device >= 0:
+            form += (device, calibration.pending())
+            kind = tuple(form)
+            tape = self.tapes.get(kind)
+            if tape is not None:
+                return tape(tensors, device, torch._C._cuda_getCurrentRawStream(device))
+            if kind not in self.tapes:
+                return self._first(kind, tensors, partial(self.function, *arguments, **named))
+        return self.function(*arguments, **named)
+
+    def _first(self, kind: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], Any]) -> Any:
+        """The first call of its kind, in which kernels are compiled and algorithms timed; the second is recorded."""
+        if kind not in self.met:
+            results = run()
+            self.met.add(kind)
+            return results
+        if len(set(map(id, tensors))) < len(tensors):  # one in two roles: which is which would not show
+            return run()
+        recording = _Recording(tensors, self.by_address)
+        with recording:
+            here.recorder = recording
+            try:
+                results = run()
+            finally:
+                here.recorder = None
+        if len(self.tapes) >= MOST_KINDS:
+            self.tapes.clear()
+            self.met.clear()
+        self.tapes[kind] = recording.tape(results)
+        return results
+
+
+def _read(arguments: Iterable[Any], tensors: list[Tensor], form: list[Any], address_bits: int) -> None:
+    """Add all tensors among ``arguments`` to ``tensors``, and to ``form`` all that a call's kind is told by."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+            form += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & address_bits)
+        elif isinstance(argument, (list, tuple)):
+            form.append(len(argument))
+            _read(argument, tensors, form, address_bits)
+        else:
+            form.append(argument)
+
+
+def _device_for_replays(tensors: list[Tensor]) -> int:
+    """The index of the device of ``tensors`` if work on them can be replayed now, else -1."""
+    if not tensors or not tensors[0].is_cuda or not buffers.lends() or is_watched():
+        return -1
+    device = tensors[0].get_device()
+    current = device == torch._C._cuda_getDevice() and not torch._C._cuda_isCurrentStreamCapturing()
+    return device if current else -1

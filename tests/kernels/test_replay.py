@@ -1,0 +1,253 @@
+"""Calls that are replayed: what is noted, what is told apart, and what is left to run as it always did.
+
+A stand-in for the GPU: memory from the CPU, and a core whose functions write to addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_compile.kernels import native, replay
+from te_compile.kernels.recording import STREAM, here, unrecorded
+from te_compile.kernels.replay import Replayed
+from te_compile.ops import calibration
+
+STREAM_NUMBER = 77
+
+
+class Core:
+    """Functions that take addresses, and note each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def axpy(self, device: int, x: int, y: int, to: int, factor: float, length: int, stream: int) -> None:
+        """to = factor · x + y of ``length`` floats; y may be 0 for none."""
+        self.calls.append((device, factor, length, stream))
+        at = ctypes.sizeof(ctypes.c_float)
+        for index in range(length):
+            value = factor * ctypes.c_float.from_address(x + at * index).value
+            value += ctypes.c_float.from_address(y + at * index).value if y else 0.0
+            ctypes.c_float.from_address(to + at * index).value = value
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    monkeypatch.setattr(native, "current_stream", lambda device: STREAM_NUMBER)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM_NUMBER, raising=False)
+    monkeypatch.setattr(replay, "_device_for_replays", lambda tensors: 0 if tensors else -1)
+    return Core()
+
+
+def fresh(length: int) -> Tensor:
+    """As buffers.empty makes it on a GPU."""
+    with unrecorded():
+        made = torch.empty(length)
+    if here.recorder is not None:
+        here.recorder.made(made, lambda device, stream: torch.empty(length))
+    return made
+
+
+class Operator:
+    """``to = factor · x + y`` by two launches; counts how often its code ran."""
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.ran = core, 0
+
+    def __call__(self, x: Tensor, y: Tensor | None, factor: float, *, twice: bool = False) -> list[Tensor]:
+        self.ran += 1
+        half, to = fresh(x.shape[0]), fresh(x.shape[0])
+        native.call(self.core.axpy, 0, x, y, half, factor, x.shape[0], STREAM)
+        native.call(self.core.axpy, 0, half, None, to, 2.0 if twice else 1.0, x.shape[0], STREAM)
+        return [to, half]
+
+
+def expected(x: Tensor, y: Tensor | None, factor: float, twice: bool = False) -> Tensor:
+    sums = factor * x + (0 if y is None else y)
+    return 2 * sums if twice else sums
+
+
+def calls_run(operator: Operator, call: Callable[[], Any], times: int = 5) -> int:
+    before = operator.ran
+    for _ in range(times):
+        call()
+    return operator.ran - before
+
+
+@pytest.mark.parametrize("with_y", [False, True])
+def test_the_third_call_of_a_kind_replays_with_its_own_data(core: Core, with_y: bool) -> None:
+    operator = Operator(core)
+    replayed = Replayed("axpy", operator)
+    for _ in range(6):
+        x, y = torch.randn(5), torch.randn(5) if with_y else None
+        to, half = replayed(x, y, 3.0)
+        torch.testing.assert_close(to, expected(x, y, 3.0))
+        torch.testing.assert_close(half, to)
+    assert operator.ran == 2
+    assert core.calls == [(0, 3.0, 5, STREAM_NUMBER), (0, 1.0, 5, STREAM_NUMBER)] * 6
+
+
+def test_results_keep_their_memory_while_later_calls_are_made(core: Core) -> None:
+    replayed, x = Replayed("axpy", Operator(core)), torch.randn(4)
+    kept = [replayed(x, None, float(factor))[0] for factor in (1, 1, 1, 1)]
+    assert len({each.data_ptr() for each in kept}) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: ((torch.randn(6), torch.randn(6), 3.0), {}),
+        lambda: ((torch.randn(5), torch.randn(5), 4.0), {}),
+        lambda: ((torch.randn(5), None, 3.0), {}),
+        lambda: ((torch.randn(5), torch.randn(5), 3.0), {"twice": True}),
+        lambda: ((torch.randn(10)[::2], torch.randn(5), 3.0), {}),
+        lambda: ((torch.randn(6)[1:], torch.randn(5), 3.0), {}),
+        lambda: ((torch.randn(5).half(), torch.randn(5), 3.0), {}),
+    ],
+    ids=["shape", "number", "None", "named", "strides", "alignment", "dtype"],
+)
+def test_another_kind_of_call_runs_the_code(core: Core, other: Callable[[], tuple[Any, Any]]) -> None:
+    operator = Operator(core)
+    replayed = Replayed("axpy", operator)
+    assert calls_run(operator, lambda: replayed(torch.randn(5), torch.randn(5), 3.0)) == 2
+    arguments, named = other()
+    before = operator.ran
+    replayed(*arguments, **named)
+    assert operator.ran == before + 1
+
+
+def test_a_scale_that_may_be_missing_makes_another_kind(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator(core)
+    replayed, x = Replayed("axpy", operator), torch.randn(5)
+    monkeypatch.setattr(calibration, "_waiting", {1})
+    assert calls_run(operator, lambda: replayed(x, None, 3.0)) == 2
+    monkeypatch.setattr(calibration, "_waiting", set())
+    assert calls_run(operator, lambda: replayed(x, None, 3.0)) == 2
+
+
+def never_replays(core: Core, function: Callable[..., Any], *arguments: Any) -> None:
+    ran = []
+
+    def counted(*given: Any) -> Any:
+        ran.append(1)
+        return function(*given)
+
+    replayed = Replayed("other", counted)
+    for _ in range(5):
+        replayed(*arguments)
+    assert len(ran) == 5
+
+
+def test_what_pytorch_does_is_not_replayed(core: Core) -> None:
+    """A copy of an operand would be left out."""
+
+    def with_a_copy(x: Tensor) -> Tensor:
+        to = fresh(x.shape[0])
+        native.call(core.axpy, 0, x.clone(), None, to, 1.0, x.shape[0], STREAM)
+        return to
+
+    never_replays(core, with_a_copy, torch.randn(4))
+
+
+def test_memory_of_nobody_knows_whom_is_not_replayed(core: Core) -> None:
+    table = torch.randn(4)
+
+    def with_a_table(x: Tensor) -> Tensor:
+        to = fresh(x.shape[0])
+        native.call(core.axpy, 0, x, table, to, 1.0, x.shape[0], STREAM)
+        return to
+
+    never_replays(core, with_a_table, torch.randn(4))
+
+
+def test_a_result_that_was_given_is_not_replayed(core: Core) -> None:
+    never_replays(core, lambda x: x, torch.randn(4))
+
+
+def test_one_tensor_in_two_roles_does_not_mix_them_up(core: Core) -> None:
+    operator = Operator(core)
+    replayed, x = Replayed("axpy", operator), torch.randn(5)
+    for _ in range(4):
+        torch.testing.assert_close(replayed(x, x, 3.0)[0], 4 * x)
+    for _ in range(4):
+        x, y = torch.randn(5), torch.randn(5)
+        torch.testing.assert_close(replayed(x, y, 3.0)[0], expected(x, y, 3.0))
+    torch.testing.assert_close(replayed(x, x, 3.0)[0], 4 * x)
+
+
+def test_views_of_what_was_given_and_made_are_found_again(core: Core) -> None:
+    """Packed operands are handed over as pieces, and pieces of results as other dtypes."""
+
+    def halves(packed: Tensor) -> Tensor:
+        to = fresh(packed.shape[0])
+        middle = packed.shape[0] // 2
+        native.call(core.axpy, 0, packed[middle:], None, to[:middle], 1.0, middle, STREAM)
+        native.call(core.axpy, 0, packed[:middle], None, to.view(torch.int32)[middle:], 1.0, middle, STREAM)
+        return to
+
+    replayed = Replayed("halves", halves)
+    for _ in range(5):
+        packed = torch.randn(6)
+        torch.testing.assert_close(replayed(packed), torch.cat([packed[3:], packed[:3]]))
+    assert any(replayed.tapes.values())
+
+
+def test_tables_of_addresses_make_the_addresses_part_of_the_kind(core: Core) -> None:
+    ran = []
+
+    def by_table(states: list[Tensor]) -> Tensor:
+        ran.append(1)
+        with unrecorded():
+            table = torch.stack(states).sum(0)  # stands for a table that is found by the addresses
+        to = fresh(states[0].shape[0])
+        native.call(core.axpy, 0, table, None, to, 1.0, states[0].shape[0], STREAM)
+        return to
+
+    replayed = Replayed("by_table", by_table, by_address=True)
+    states, others = [torch.randn(4), torch.randn(4)], [torch.randn(4), torch.randn(4)]
+    for _ in range(3):
+        for each in (states, others):
+            torch.testing.assert_close(replayed(each), each[0] + each[1])
+    assert len(ran) == 4  # twice for each
+
+
+def test_an_error_leaves_nothing_behind(core: Core) -> None:
+    def refuses(x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    replayed = Replayed("refuses", refuses)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            replayed(torch.randn(3))
+    assert here.recorder is None and not any(replayed.tapes.values())
+
+
+def test_kinds_without_end_are_forgotten(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_KINDS", 3)
+    operator = Operator(core)
+    replayed = Replayed("axpy", operator)
+    for length in range(1, 9):
+        assert calls_run(operator, lambda n=length: replayed(torch.randn(n), None, 1.0)) == 2  # type: ignore[misc]
+        assert len(replayed.tapes) <= 3
+
+
+def test_a_profiler_sees_the_operators_name(core: Core) -> None:
+    replayed, x = Replayed("axpy", Operator(core)), torch.randn(3)
+    with torch.profiler.profile() as profiler:
+        replayed(x, None, 1.0)
+    assert "te::axpy" in {event.key for event in profiler.key_averages()}
+
+
+def test_nothing_is_replayed_on_a_cpu() -> None:
+    operator = Operator(Core())
+    ran = []
+    replayed = Replayed("plain", lambda x: ran.append(1) or x + 1)
+    for _ in range(4):
+        replayed(torch.zeros(2))
+    assert len(ran) == 4 and not replayed.tapes and operator.ran == 0
