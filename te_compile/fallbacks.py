@@ -11,12 +11,14 @@ And it would call each operator through PyTorch's dispatcher. On a GPU it is tol
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from sympy import Integer
 from torch._inductor import exc, ir, lowering
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -28,6 +30,7 @@ DIRECT_ON = {"cuda"}
 """The types of device whose operators are called without the dispatcher: where a host's microseconds count."""
 
 _CALLS = "te_calls"  # what generated code calls them by
+_sites = itertools.count()
 _NOTE = "operator_str"  # of Inductor's, which writes what a call's arguments are
 
 
@@ -52,21 +55,35 @@ def tell_inductor() -> None:
 class DirectCall(ir.FallbackKernel):
     """A call that generated Python code for a GPU makes by te_compile/direct.py."""
 
+    site: str | None = None  # its own name in generated code, where shapes are known
+
     def get_kernel_name(self) -> str:
-        """What the code calls; by ``codegen`` it is imported."""
-        operator = self.op_overload
-        if not isinstance(operator, OpOverload) or not self._is_direct():
-            return super().get_kernel_name()
-        return f"{_CALLS}.{operator._schema.name.removeprefix(NAMESPACE + '::')}"
+        """What the code calls; by ``codegen`` it is there."""
+        return self.site or self._function() or super().get_kernel_name()
 
     def codegen(self, wrapper: Any) -> None:
         """Write the call."""
-        if self._is_direct():
-            wrapper.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
+        function = self._function()
+        if function is not None:
+            module = wrapper  # a graph within the graph is written into the file of the outermost
+            while getattr(module, "parent_wrapper", None) is not None:
+                module = module.parent_wrapper
+            module.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
+            if all(map(_has_constant_shape, self.inputs)):
+                self.site = f"te_site_{next(_sites)}"
+                module.add_import_once(f"{self.site} = {function}.site()")
         super().codegen(wrapper)
 
-    def _is_direct(self) -> bool:
-        return _is_called_directly(self.get_device())
+    def _function(self) -> str | None:
+        """The function to call instead of the dispatcher; None where that one is called."""
+        operator = self.op_overload
+        if not isinstance(operator, OpOverload) or not _is_called_directly(self.get_device()):
+            return None
+        return f"{_CALLS}.{operator._schema.name.removeprefix(NAMESPACE + '::')}"
+
+
+def _has_constant_shape(operand: Any) -> bool:
+    return all(isinstance(length, (int, Integer)) for length in (*operand.get_size(), *operand.get_stride()))
 
 
 def _is_called_directly(device: torch.device | None) -> bool:

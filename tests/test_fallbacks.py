@@ -83,11 +83,48 @@ def test_generated_code_calls_operators_directly_where_it_is_to(
 
     found, codes = run_and_get_code(lambda: gradients(copy.deepcopy(model), te_fp8, {}))
     called = "\n".join(codes)
-    assert ("te_calls.gemm(" in called) == directly and ("torch.ops.te.gemm.default(" in called) != directly
+    assert ("te_calls.gemm.site()" in called) == directly and ("torch.ops.te.gemm.default(" in called) != directly
     assert ("'torch.ops.te.gemm.default')" in called) != directly  # what is asked of each result
     expected = gradients(copy.deepcopy(model), te_fp8, {"compiler": "aot_eager"})
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_only_where_shapes_are_constant_a_call_is_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    model = nn.Linear(16, 32)
+    compiled = torch.compile(model, backend=te_fp8, dynamic=True)
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled, torch.randn(32, 16))
+        assert "te_calls.gemm(" in "\n".join(codes)
+        for rows in (32, 48):
+            x = torch.randn(rows, 16)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.1, atol=0.1)
+
+
+class Nested(nn.Module):
+    """A region that is compiled once and called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    @torch.compiler.nested_compile_region
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+@pytest.mark.slow
+def test_calls_in_a_graph_within_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    model, x = Nested(), torch.randn(32, 16)
+    with torch.no_grad():
+        got = torch.compile(model, backend=te_fp8)(x)
+        torch.testing.assert_close(got, model(x), rtol=0.1, atol=0.2)
 
 
 def test_results_count_as_aligned_whatever_their_operands_are() -> None:

@@ -17,6 +17,7 @@ say), one that is captured into a CUDA graph, whose memory is made in other ways
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,9 @@ from te_compile.kernels.launch import is_watched
 from te_compile.kernels.recording import STREAM, here
 from te_compile.ops import calibration
 
+Step = tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]
 MOST_KINDS = 1024  # of calls of one operator; beyond it all are forgotten, as shapes seem to be new each time
+MOST_TRIES = 16  # calls of one place that were not replayed, after which it no longer asks
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _aten = torch.ops.aten
 _LAUNCH_NOTHING = {  # and make no memory
@@ -49,18 +52,19 @@ class Tape:
     def __init__(
         self,
         makes: Sequence[Callable[[int, int], Tensor]],
-        steps: Sequence[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]],
+        steps: Sequence[Step],
         results: int | list[int] | tuple[int, ...],
         kept: Sequence[Tensor] = (),
     ) -> None:
         self.makes, self.steps, self.results, self.kept = makes, steps, results, kept
         self.is_list = isinstance(results, list)
 
-    def __call__(self, tensors: list[Tensor], device: int, stream: int) -> Any:
-        """Do it for these tensors, all on ``device``, the current one."""
+    def __call__(self, tensors: list[Tensor], addresses: list[int], device: int, stream: int) -> Any:
+        """Do it for these tensors, all on ``device``, the current one, and at these addresses."""
         for make in self.makes:
-            tensors.append(make(device, stream))
-        addresses = [tensor.data_ptr() for tensor in tensors]
+            made = make(device, stream)
+            tensors.append(made)
+            addresses.append(made.data_ptr())
         addresses.append(stream)  # found at -1
         for function, template, places in self.steps:
             arguments = template.copy()
@@ -81,7 +85,7 @@ class _Recording(TorchDispatchMode):
         self.tensors = given.copy()  # alive until the end, so that identities mean something
         self.by_address = by_address
         self.makes: list[Callable[[int, int], Tensor]] = []
-        self.steps: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]] = []
+        self.steps: list[Step] = []
         self.kept: list[Tensor] = []
         self.complete = True
 
@@ -158,21 +162,44 @@ class Replayed:
         with torch.profiler.record_function(f"te::{self.name}"):
             return self._run(arguments, named)
 
+    def site(self) -> Site:
+        """The operator for one place in generated code, where shapes are what they are."""
+        return Site(self)
+
     def _run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        tensors: list[Tensor] = []
-        form: list[Any] = [*named]
-        _read(arguments, tensors, form, self.address_bits)
-        _read(named.values(), tensors, form, self.address_bits)
+        tensors, addresses, form = self._read(arguments, named)
         device = _device_for_replays(tensors)
         if device >= 0:
-            form += (device, calibration.pending())
-            kind = tuple(form)
+            kind = self._kind(form, device)
             tape = self.tapes.get(kind)
             if tape is not None:
-                return tape(tensors, device, torch._C._cuda_getCurrentRawStream(device))
+                return tape(tensors, addresses, device, torch._C._cuda_getCurrentRawStream(device))
             if kind not in self.tapes:
                 return self._first(kind, tensors, partial(self.function, *arguments, **named))
         return self.function(*arguments, **named)
+
+    def _read(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Tensor], list[int], list[Any]]:
+        """The tensors of a call, their addresses, and what its kind is told by."""
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        form: list[Any] = [*named]
+        _read(arguments, tensors, addresses, form, self.address_bits)
+        _read(named.values(), tensors, addresses, form, self.address_bits)
+        return tensors, addresses, form
+
+    @staticmethod
+    def _kind(form: list[Any], device: int) -> tuple[Any, ...]:
+        return (*form, device, calibration.pending())
+
+    def binding(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Binding | None:
+        """How calls like this one are replayed, if they are."""
+        tensors, addresses, form = self._read(arguments, named)
+        device = _device_for_replays(tensors)
+        tape = self.tapes.get(self._kind(form, device))
+        if tape is None:
+            return None
+        alignments = tuple(address & self.address_bits for address in addresses)
+        return Binding(tape, _paths(arguments, named), self.address_bits, alignments, device, calibration.pending())
 
     def _first(self, kind: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], Any]) -> Any:
         """The first call of its kind, in which kernels are compiled and algorithms timed; the second is recorded."""
@@ -196,15 +223,80 @@ class Replayed:
         return results
 
 
-def _read(arguments: Iterable[Any], tensors: list[Tensor], form: list[Any], address_bits: int) -> None:
+@dataclass(frozen=True)
+class Binding:
+    """A tape and what must hold for it where shapes and options cannot change: where the call's tensors are among its
+    arguments, the device, how their addresses are aligned, and whether a scale may be missing."""
+
+    tape: Tape
+    paths: tuple[tuple[int | str, int | None], ...]
+    address_bits: int
+    alignments: tuple[int, ...]
+    device: int
+    pending: bool
+
+
+class Site:
+    """An operator at one place in generated code whose shapes are constants, so that nobody asks for them again."""
+
+    def __init__(self, operator: Replayed) -> None:
+        self.operator = operator
+        self.binding: Binding | None = None
+        self.tries = 0  # in a row, without one
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the operator."""
+        binding = self.binding
+        if binding is None or _profiler_enabled():
+            return self._unbound(arguments, named)
+        tensors = []
+        for at, within in binding.paths:
+            argument = arguments[at] if isinstance(at, int) else named[at]
+            tensors.append(argument if within is None else argument[within])
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits, device = binding.address_bits, binding.device
+        if (
+            _device_for_replays(tensors) != device
+            or calibration.pending() != binding.pending
+            or tuple([address & bits for address in addresses]) != binding.alignments
+        ):
+            return self._unbound(arguments, named)
+        return binding.tape(tensors, addresses, device, torch._C._cuda_getCurrentRawStream(device))
+
+    def _unbound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if self.tries == MOST_TRIES:
+            return self.operator.function(*arguments, **named)
+        results = self.operator(*arguments, **named)
+        self.binding = self.operator.binding(arguments, named)
+        self.tries = self.tries + 1 if self.binding is None else 0
+        return results
+
+
+def _paths(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int | str, int | None], ...]:
+    """Where the tensors of a call are, in the order in which they are read: argument, and place in a list of them."""
+    paths: list[tuple[int | str, int | None]] = []
+    places: list[tuple[int | str, Any]] = [*enumerate(arguments), *named.items()]
+    for at, argument in places:
+        if isinstance(argument, Tensor):
+            paths.append((at, None))
+        elif isinstance(argument, (list, tuple)):
+            paths += [(at, within) for within, each in enumerate(argument) if isinstance(each, Tensor)]
+    return tuple(paths)
+
+
+def _read(
+    arguments: Iterable[Any], tensors: list[Tensor], addresses: list[int], form: list[Any], address_bits: int
+) -> None:
     """Add all tensors among ``arguments`` to ``tensors``, and to ``form`` all that a call's kind is told by."""
     for argument in arguments:
         if isinstance(argument, Tensor):
+            address = argument.data_ptr()
             tensors.append(argument)
-            form += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & address_bits)
+            addresses.append(address)
+            form += (argument.dtype, argument.shape, argument.stride(), address & address_bits)
         elif isinstance(argument, (list, tuple)):
             form.append(len(argument))
-            _read(argument, tensors, form, address_bits)
+            _read(argument, tensors, addresses, form, address_bits)
         else:
             form.append(argument)
 

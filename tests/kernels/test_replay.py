@@ -237,6 +237,70 @@ def test_kinds_without_end_are_forgotten(core: Core, monkeypatch: pytest.MonkeyP
         assert len(replayed.tapes) <= 3
 
 
+def test_a_place_whose_shapes_are_constant_replays_as_well(core: Core) -> None:
+    operator = Operator(core)
+    site = Replayed("axpy", operator).site()
+    for _ in range(6):
+        x, y = torch.randn(5), torch.randn(5)
+        torch.testing.assert_close(site(x, y, 3.0, twice=True)[0], expected(x, y, 3.0, True))
+    assert operator.ran == 2 and site.binding is not None
+
+
+def test_a_place_looks_again_where_an_operand_lies_otherwise(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator(core)
+    site, x = Replayed("axpy", operator).site(), torch.randn(8)
+    assert calls_run(operator, lambda: site(x[:5], None, 3.0)) == 2
+    assert calls_run(operator, lambda: site(x[1:6], None, 3.0)) == 2
+    torch.testing.assert_close(site(x[1:6], None, 3.0)[0], 3 * x[1:6])
+    monkeypatch.setattr(calibration, "_waiting", {1})
+    assert calls_run(operator, lambda: site(x[:5], None, 3.0)) == 2
+    monkeypatch.setattr(replay, "_device_for_replays", lambda tensors: -1)
+    assert calls_run(operator, lambda: site(x[:5], None, 3.0)) == 5
+
+
+def test_a_place_that_never_replays_stops_asking(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    operator = Replayed("copies", lambda x: x.clone())
+    ask = operator.binding
+    monkeypatch.setattr(operator, "binding", lambda *given: asked.append(1) or ask(*given))
+    site = operator.site()
+    for _ in range(2 * replay.MOST_TRIES):
+        x = torch.randn(3)
+        assert torch.equal(site(x), x)
+    assert len(asked) == replay.MOST_TRIES
+
+
+def test_a_place_with_operands_in_a_list_and_by_name(core: Core) -> None:
+    def joined(pieces: list[Tensor], factor: float, *, last: Tensor | None = None) -> list[Tensor]:
+        given = [*pieces] if last is None else [*pieces, last]
+        made = [fresh(4) for _ in given]
+        for x, to in zip(given, made, strict=True):
+            native.call(core.axpy, 0, x, None, to, factor, 4, STREAM)
+        return made
+
+    site = Replayed("joined", joined).site()
+    for _ in range(5):
+        first, second, third = torch.randn(4), torch.randn(4), torch.randn(4)
+        for got, given in zip(site([first, second], 2.0, last=third), (first, second, third), strict=True):
+            torch.testing.assert_close(got, 2 * given)
+    assert site.binding is not None
+
+
+def test_tables_of_addresses_bind_a_place_to_its_tensors(core: Core) -> None:
+    def by_table(states: list[Tensor]) -> Tensor:
+        with unrecorded():
+            table = torch.stack(states).sum(0)
+        to = fresh(4)
+        native.call(core.axpy, 0, table, None, to, 1.0, 4, STREAM)
+        return to
+
+    site = Replayed("by_table", by_table, by_address=True).site()
+    blocks = [[torch.randn(4), torch.randn(4)] for _ in range(2)]
+    for _ in range(4):
+        for states in blocks:
+            torch.testing.assert_close(site(states), states[0] + states[1])
+
+
 def test_a_profiler_sees_the_operators_name(core: Core) -> None:
     replayed, x = Replayed("axpy", Operator(core)), torch.randn(3)
     with torch.profiler.profile() as profiler:
