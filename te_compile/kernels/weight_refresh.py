@@ -1,18 +1,19 @@
 """Kept FP8 copies of weights: are they still right, and if not, made anew where they are. See ops/weight_refresh.py.
 
-Three launches, of which the last two do nothing as long as no weight changes:
+Up to three launches, of which all but the first do nothing as long as no weight changes:
 
     check      a program takes 64 lines of 128 bytes, compares their hash with the one that it wrote last time, and
                leaves its verdict. 201 M weights of two bytes: 49,000 lines, 6.3 MB, 768 programs
-    measure    if any verdict says so: the amax of every weight. Left out where nobody wants it
-    quantise   if any verdict says so: all codes and multipliers
+    measure    if any verdict says so: the amax of every weight. Left out where all scales are known
+    quantise   if any verdict says so: all codes and multipliers, and amaxes that nobody has measured before
 
-There is no barrier between programs of one launch, so each reads all verdicts, a few kilobytes in the L2. The last two
-are launched with a few programs a multiprocessor that take tile after tile: most of the time all that they do is start
-and leave, and one for every tile would be 12,000 of them for that layer.
+There is no barrier between programs of one launch, so each reads all verdicts, a few kilobytes in the L2. Amaxes that
+the last launch finds on its way must stay what they were until it is known that they change: they are gathered
+elsewhere, and whichever program is done last takes them over. The last two are launched with a few programs a
+multiprocessor that take tile after tile: most of the time all that they do is start and leave, and one for every tile
+would be 12,000 of them for that layer.
 
-Where the host knows of a change, all of this is forced: every program has one tile, and where all scales are known the
-second launch is left out, as the last one finds the amaxes on its way.
+Where the host knows of a change, all of this is forced: every program has one tile.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _WORDS = {2: tl.uint16, 4: tl.uint32}  # by bytes of an element
 
 @triton.jit
 def _check_kernel(
-    lines, count, fingerprints, verdicts, scratch, amax, weights,
-    FORCE: tl.constexpr, RECORD: tl.constexpr,
+    lines, count, fingerprints, verdicts, scratch, done, weights,
+    FORCE: tl.constexpr,
     WORD: tl.constexpr, LENGTH: tl.constexpr, LINES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -78,8 +79,7 @@ def _check_kernel(
     if program == 0:  # what the next launch gathers amaxes in
         weight = tl.arange(0, WEIGHTS)
         tl.store(scratch + weight, tl.zeros((WEIGHTS,), tl.float32), mask=weight < weights)
-        if RECORD:
-            tl.store(amax + weight, tl.zeros((WEIGHTS,), tl.float32), mask=weight < weights)
+        tl.store(done, 0)
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def _measure_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    verdicts, count, addresses, geometry, tiles, programs, rows, q, qt, scratch, amax, scale_inv,
-    BLOCK: tl.constexpr, MEASURED: tl.constexpr, RECORD: tl.constexpr,
+    verdicts, count, addresses, geometry, tiles, programs, rows, q, qt, scratch, done, amax, scale_inv, weights,
+    WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, MEASURED: tl.constexpr, RECORD: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,13 @@ def _quantize_kernel(
             if MEASURED:
                 tl.store(amax + index, tl.load(scratch + index), mask=tile == 0)
             if RECORD:
-                record_amax(amax + index, largest)
+                record_amax(scratch + index, largest)
+        if RECORD:
+            tl.debug_barrier()  # all that this program records is recorded
+            if tl.atomic_add(done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+                weight = tl.arange(0, WEIGHTS)
+                found = tl.load(scratch + weight, mask=weight < weights, other=0.0, cache_modifier=".cg")
+                tl.store(amax + weight, found, mask=weight < weights)
 
 
 def _line_table(matrices: Sequence[Tensor]) -> Tensor:
@@ -162,9 +168,10 @@ class TritonRefresher:
                 triton.cdiv(self.lines.numel(), LINES), dtype=torch.int32, device=like.device
             )  # fmt: skip
             self.verdicts, self.scratch = torch.empty_like(self.fingerprints), torch.zeros_like(like)
+            self.done = torch.zeros((), dtype=torch.int32, device=like.device)
             self.constants = self._constants(matrices, addresses)
             self._launches: dict[tuple[bool, bool, bool], list[Repeated]] = {}
-            self._check(matrices[0].element_size(), record=False, force=True)()
+            self._check(matrices[0].element_size(), force=True)()
 
     @staticmethod
     def _starts(starts: Sequence[int | None]) -> tuple[int, ...]:
@@ -183,7 +190,7 @@ class TritonRefresher:
 
     def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """See ``Refresher``."""
-        measured = self.rows is None or missing or (amaxes and not force)
+        measured = self.rows is None or missing
         record = amaxes and not measured
         launches = self._launches.get((measured, record, force))
         if launches is None:
@@ -193,12 +200,12 @@ class TritonRefresher:
             for each in launches:
                 each()
 
-    def _check(self, element: int, record: bool, force: bool) -> Repeated:
+    def _check(self, element: int, force: bool) -> Repeated:
         return Repeated(
             _check_kernel, self.fingerprints.numel(),
-            self.lines, self.lines.numel(), self.fingerprints, self.verdicts, self.scratch, self.outputs[2],
+            self.lines, self.lines.numel(), self.fingerprints, self.verdicts, self.scratch, self.done,
             self.scratch.numel(),
-            FORCE=force, RECORD=record, WORD=_WORDS[element], LENGTH=LINE_BYTES // element, LINES=LINES,
+            FORCE=force, WORD=_WORDS[element], LENGTH=LINE_BYTES // element, LINES=LINES,
             WEIGHTS=triton.next_power_of_2(self.scratch.numel()), num_warps=8,
         )  # fmt: skip
 
@@ -214,8 +221,9 @@ class TritonRefresher:
         measuring = Repeated(_measure_kernel, few, *tables, self.scratch, **self.constants)
         quantizing = Repeated(
             _quantize_kernel, few,
-            *tables, self.rows, q.view(torch.uint8), qt.view(torch.uint8), self.scratch, amax, scale_inv,
+            *tables, self.rows, q.view(torch.uint8), qt.view(torch.uint8), self.scratch, self.done, amax, scale_inv,
+            self.scratch.numel(), WEIGHTS=triton.next_power_of_2(self.scratch.numel()),
             MEASURED=measured, RECORD=record, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=layout.dtype == torch.float8_e5m2, **self.constants,
         )  # fmt: skip
-        return [self._check(element, record, force), *([measuring] if measured else []), quantizing]
+        return [self._check(element, force), *([measuring] if measured else []), quantizing]
