@@ -93,13 +93,12 @@ def captures_cuda_graphs(options: Options) -> bool:
 
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Compile with Inductor, under the user's mode and Inductor options."""
-    patches: dict[str, Any] = {
-        "joint_custom_pre_pass": JointPasses(compilation),
-        "post_grad_custom_pre_pass": Passes(DIRECTION_PASSES, compilation),
-        **_asked_of_inductor(options),
-    }
+    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation)}
     if captures_cuda_graphs(options):
         buffers.stop_lending()
+    else:  # a replayed graph launches the copy of all scales with the rest, and nobody waits for the host
+        patches["post_grad_custom_pre_pass"] = Passes(DIRECTION_PASSES, compilation)
+    patches |= _asked_of_inductor(options)
     tell_inductor()
     with short_texts():
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)

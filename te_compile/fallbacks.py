@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from sympy import Integer
-from torch._inductor import exc, ir, lowering
+from torch._inductor import config, exc, ir, lowering
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -87,7 +87,9 @@ def _has_constant_shape(operand: Any) -> bool:
 
 
 def _is_called_directly(device: torch.device | None) -> bool:
-    return device is not None and device.type in DIRECT_ON and not V.graph.cpp_wrapper
+    """Does the host's time for each call count? Not where it is C++ that calls, or CUDA graphs that are replayed."""
+    through_python = not V.graph.cpp_wrapper and not config.triton.cudagraphs
+    return device is not None and device.type in DIRECT_ON and through_python
 
 
 def _called_directly(operator: OpOverload, *arguments: Any, **named: Any) -> Any:

@@ -90,6 +90,14 @@ def test_generated_code_calls_operators_directly_where_it_is_to(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_where_cuda_graphs_are_captured_the_dispatcher_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    with torch.no_grad():
+        fast = torch.compile(nn.Linear(16, 32), backend=te_fp8, options={"mode": "reduce-overhead"})
+        _, codes = run_and_get_code(fast, torch.randn(32, 16))
+    assert "torch.ops.te.gemm.default(" in "\n".join(codes)
+
+
 @pytest.mark.slow
 def test_only_where_shapes_are_constant_a_call_is_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})

@@ -6,7 +6,8 @@ A state is one fp32 tensor with a row per quantised tensor:
 
 ``te::snapshot(states)`` is every scale of the step, copied. It is opaque and its output is fresh, for a reason: if the
 graph showed that scales are a view of what the update then overwrites, the compiler would save the view for backward
-and drop the copy, and gradients would be divided by the next step's scale.
+and drop the copy, and gradients would be divided by the next step's scale. Where it is known what backward gets, a pass
+lets the others read the state after all (passes/read_scales_in_place.py).
 
 ``te::update_scales_`` notes the amaxes of the step, one launch for all states of a direction:
 
