@@ -5,19 +5,21 @@ build from positions are simple formulas: every integer in them is a sum of the 
 and every boolean a conjunction of comparisons of such sums. Following the nodes with these two kinds of values ends at
 a formula in (b, h, q, k) for all sizes at once: no comparison is left, or ``k ≤ q`` alone.
 
-Nothing here looks at a size but to see that it is 1 (such a dimension's index is 0) or that two are the same. What is
-not known to have a formula (a tensor from outside, a view that mixes dimensions) has none, and so has all that is made
-of it.
+A size is looked at to see that it is 1 (such a dimension's index is 0), that two are the same, and how far an index
+goes: the one query of a decoding step is at ``past``, the last of ``past + 1`` keys, whatever ``past`` is. What is not
+known to have a formula (a tensor from outside, a view that mixes dimensions) has none, and so has all that is made of
+it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -44,10 +46,11 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Sum:
-    """``constant`` + each index of the tensor times its weight. ``weights`` has one number for each dimension."""
+    """``constant`` + each index of the tensor times its weight. ``weights`` has one number for each dimension; the
+    constant is a number, or an expression in the symbols of sizes."""
 
     weights: tuple[int, ...]
-    constant: int = 0
+    constant: int | sympy.Expr = 0
 
     def __add__(self, other: Sum) -> Sum:
         weights = tuple(a + b for a, b in zip(self.weights, other.weights, strict=True))
@@ -60,7 +63,12 @@ class Sum:
     @property
     def is_never_negative(self) -> bool:
         """Whatever the indices are, which start at 0?"""
-        return self.constant >= 0 and all(weight >= 0 for weight in self.weights)
+        return _is_known(self.constant >= 0) and all(weight >= 0 for weight in self.weights)
+
+    def least(self, sizes: Sequence[Any]) -> int | sympy.Expr:
+        """What it is where each index makes it smallest, in a tensor of ``sizes``."""
+        falling = [(weight, size) for weight, size in zip(self.weights, sizes, strict=True) if weight < 0]
+        return sum((weight * (_expression(size) - 1) for weight, size in falling), self.constant)
 
     @property
     def is_constant(self) -> bool:
@@ -80,10 +88,20 @@ class Both:
 Formula = Sum | Both
 
 
-def _at_least_zero(left: Sum) -> Both:
-    if left.is_never_negative:
+def _expression(size: Any) -> int | sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _is_known(relation: Any) -> bool:
+    """Does it hold whatever the symbols in it are?"""
+    return relation is True or relation is sympy.true
+
+
+def _at_least_zero(left: Sum, sizes: Sequence[Any] | None = None) -> Both:
+    """``sizes``: how far the indices go, where that is known."""
+    if left.is_never_negative or (sizes is not None and _is_known(left.least(sizes) >= 0)):
         return Both(len(left.weights))
-    if left.times(-1).is_never_negative and left.constant < 0:
+    if left.times(-1).is_never_negative and _is_known(left.constant < 0):
         return Both(len(left.weights), never=True)
     return Both(len(left.weights), frozenset({left}))
 
@@ -106,13 +124,13 @@ def _and(a: Both, b: Both) -> Both:
     return Both(a.dimensions, a.sums | b.sums)
 
 
-def _not(a: Both) -> Both:
+def _not(a: Both, sizes: Sequence[Any]) -> Both:
     if a.never or not a.sums:
         return Both(a.dimensions, never=not a.never)
     if len(a.sums) > 1:
         raise _UnknownError  # an alternative of comparisons
     (only,) = a.sums
-    return _at_least_zero(only.times(-1) + Sum((0,) * a.dimensions, -1))
+    return _at_least_zero(only.times(-1) + Sum((0,) * a.dimensions, -1), sizes)
 
 
 def _is_one(size: Any) -> bool:
@@ -154,13 +172,20 @@ class Proof:
         dimensions = value_of(node).dim()
         if isinstance(operand, bool):
             return Both(dimensions, never=not operand)
-        if isinstance(operand, int):
-            return Sum((0,) * dimensions, operand)
+        number = _integer(operand)
+        if number is not None:
+            return Sum((0,) * dimensions, number)
         formula = self.of(operand)
         missing = dimensions - value_of(operand).dim()
         if missing < 0:
             raise _UnknownError
         return _map(formula, lambda each: Sum((0,) * missing + each.weights, each.constant), dimensions)
+
+
+def _integer(operand: Any) -> int | sympy.Expr | None:
+    """A number, or what a node computes from sizes; None for anything else."""
+    value = value_of(operand) if isinstance(operand, Node) else operand
+    return _expression(value) if isinstance(value, int | torch.SymInt) else None
 
 
 def _sum_of(formula: Formula) -> Sum:
@@ -181,9 +206,9 @@ def _both_of(formula: Formula) -> Both:
 def _arange(proof: Proof, node: Node) -> Formula:
     bounds = list(node.args)
     has_start = len(bounds) > 1 or (bounds and "end" in node.kwargs)
-    start = bounds[0] if has_start else node.kwargs.get("start", 0)
+    start = _integer(bounds[0] if has_start else node.kwargs.get("start", 0))
     step = bounds[2] if len(bounds) > 2 else node.kwargs.get("step", 1)
-    if not isinstance(start, int) or step != 1 or value_of(node).dtype.is_floating_point:
+    if start is None or step != 1 or value_of(node).dtype.is_floating_point:
         raise _UnknownError
     return Sum((1,), start)
 
@@ -215,7 +240,8 @@ def _comparison(offset: int, swapped: bool) -> Callable[[Proof, Node], Formula]:
         left, right = (_sum_of(proof.as_part_of(each, node)) for each in (node.args[0], argument(node, 1, "other")))
         if swapped:
             left, right = right, left
-        return _at_least_zero(left + right.times(-1) + Sum((0,) * len(left.weights), offset))
+        difference = left + right.times(-1) + Sum((0,) * len(left.weights), offset)
+        return _at_least_zero(difference, value_of(node).shape)
 
     return rule
 
@@ -224,7 +250,7 @@ def _equality(equal: bool) -> Callable[[Proof, Node], Formula]:
     def rule(proof: Proof, node: Node) -> Formula:
         left, right = (_sum_of(proof.as_part_of(each, node)) for each in (node.args[0], argument(node, 1, "other")))
         difference = left + right.times(-1)
-        if not difference.is_constant:
+        if not difference.is_constant or not isinstance(difference.constant, int | sympy.Integer):
             raise _UnknownError
         return Both(len(left.weights), never=(difference.constant == 0) != equal)
 
@@ -237,7 +263,7 @@ def _conjunction(proof: Proof, node: Node) -> Formula:
 
 
 def _negation(proof: Proof, node: Node) -> Formula:
-    return _not(_both_of(proof.of(node.args[0])))
+    return _not(_both_of(proof.of(node.args[0])), value_of(node).shape)
 
 
 def _same(proof: Proof, node: Node) -> Formula:
@@ -346,7 +372,7 @@ def _lower(node: Node) -> Both:
 
 def _triangle(proof: Proof, node: Node) -> Formula:
     """Of booleans: what is cut off becomes False."""
-    kept = _lower(node) if called(node) == "tril" else _not(_lower(node))
+    kept = _lower(node) if called(node) == "tril" else _not(_lower(node), value_of(node).shape)
     return _and(_both_of(proof.of(argument(node, 0, "input"))), kept)
 
 
@@ -418,7 +444,7 @@ def _allowed(proof: Proof, mask: Node) -> Both:
     if shown != 0 or hidden is None or factor * hidden > swallows:
         raise _UnknownError
     where = _both_of(proof.as_part_of(condition, mask))
-    return _not(where) if inverted else where
+    return _not(where, value_of(mask).shape) if inverted else where
 
 
 def proven_meaning(

@@ -165,12 +165,45 @@ def triangle_of_small_numbers(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
 
 
-def proof(mask: Mask, dynamic: bool) -> str | None:
-    """What the mask of the one attention of a graph is proved to mean."""
+def of_the_last_query(x: Tensor) -> Tensor:
+    """As in a decoding step with a cache."""
+    past = x.shape[1] - 1
+    return torch.arange(past + 1)[None, :] <= (torch.arange(1) + past)[:, None]
+
+
+def of_the_last_query_from_a_range(x: Tensor) -> Tensor:
+    return ~(torch.arange(x.shape[1])[None, :] > torch.arange(x.shape[1] - 1, x.shape[1])[:, None])
+
+
+def of_the_query_before(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])[None, :] <= (torch.arange(1) + x.shape[1] - 2)[:, None]
+
+
+def of_the_last_two_queries(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])[None, :] <= (torch.arange(2) + x.shape[1] - 2)[:, None]
+
+
+def window_of_the_last_query(x: Tensor) -> Tensor:
+    past = x.shape[1] - 1
+    k, q = torch.arange(x.shape[1])[None, :], (torch.arange(1) + past)[:, None]
+    return (k <= q) & (k > q - 20)
+
+
+def at_another_length(x: Tensor) -> Tensor:
+    return ((torch.arange(1) + x.shape[1])[:, None] != 20).expand(-1, x.shape[1])
+
+
+def up_to_another_length(x: Tensor) -> Tensor:
+    return ((torch.arange(1) + x.shape[1])[:, None] <= 20).expand(-1, x.shape[1])
+
+
+def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
+    """What the mask of the one attention of a graph is proved to mean; ``queries``: how many of the last there are."""
 
     def run(x: Tensor) -> Tensor:
-        q = x[:, None]
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask(x))
+        k = x[:, None]
+        q = k if queries is None else k[:, :, -queries:]
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask(x))
 
     x = torch.randn(2, 12, 8)
     if dynamic:
@@ -202,3 +235,17 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("mask", [of_the_last_query, of_the_last_query_from_a_range])
+def test_the_last_query_is_proved_to_see_every_key(mask: Mask, dynamic: bool) -> None:
+    assert proof(mask, dynamic, queries=1) == "all"
+
+
+@pytest.mark.parametrize(("mask", "queries"), [
+    (of_the_query_before, 1), (of_the_last_two_queries, 2), (window_of_the_last_query, 1), (at_another_length, 1),
+    (up_to_another_length, 1),
+])  # fmt: skip
+def test_what_the_last_queries_see_at_some_lengths_alone_is_not_proved(mask: Mask, queries: int) -> None:
+    assert proof(mask, True, queries) is None
