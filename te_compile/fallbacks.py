@@ -49,7 +49,7 @@ def tell_inductor() -> None:
     for operator in te_operators():
         if operator not in lowering.lowerings:
             lowering.make_fallback(operator, warn=False)
-            lowering.register_lowering(operator, type_promotion_kind=None)(partial(_called_directly, operator))
+            lowering.register_lowering(operator, type_promotion_kind=None)(partial(_called, operator))
 
 
 class DirectCall(ir.FallbackKernel):
@@ -87,23 +87,27 @@ def _has_constant_shape(operand: Any) -> bool:
 
 
 def _is_called_directly(device: torch.device | None) -> bool:
-    """Does the host's time for each call count? Not where it is C++ that calls, or CUDA graphs that are replayed."""
-    through_python = not V.graph.cpp_wrapper and not config.triton.cudagraphs
-    return device is not None and device.type in DIRECT_ON and through_python
+    """Does the host's time for each call count? Not where it is C++ that calls."""
+    return device is not None and device.type in DIRECT_ON and not V.graph.cpp_wrapper
 
 
-def _called_directly(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
-    def boxed(result: Any) -> Any:
-        if not isinstance(result, ir.IRNode):
-            return result
+def _called(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
+    """Inductor's node for a call of ``operator``."""
+    # CUDA graphs replay without a word from the host, and Inductor's own way is the one that they are tested with.
+    kernel = ir.FallbackKernel if config.triton.cudagraphs else DirectCall
+    return pytree.tree_map(_boxed, kernel.create(operator, *arguments, **named))
+
+
+def _boxed(result: Any) -> Any:
+    if not isinstance(result, ir.IRNode):
+        return result
+    if not config.triton.cudagraphs:
         # Inductor expects the worst where an operand begins anywhere, as one scale among many does, and its kernels
         # would then read what comes of it element by element. Our results are fresh memory.
         V.graph.unaligned_buffers.discard(result.get_name())
         if isinstance(result, ir.MultiOutput) and _is_called_directly(result.get_device()):
             result.skip_size_stride_alignment_checks = True  # two questions a result, of what kernels are tested for
-        return ir.TensorBox.create(result)
-
-    return pytree.tree_map(boxed, DirectCall.create(operator, *arguments, **named))
+    return ir.TensorBox.create(result)
 
 
 @contextmanager
