@@ -31,6 +31,7 @@ DIRECT_ON = {"cuda"}
 
 _CALLS = "te_calls"  # what generated code calls them by
 _sites = itertools.count()
+_told: set[OpOverload] = set()
 _NOTE = "operator_str"  # of Inductor's, which writes what a call's arguments are
 
 
@@ -45,11 +46,13 @@ def te_operators() -> Iterator[OpOverload]:
 
 
 def tell_inductor() -> None:
-    """Have Inductor know every operator of ours as one to call; those that it knows already stay as they are."""
+    """Have Inductor know every operator of ours as one to call, also where it has met one before and made do."""
     for operator in te_operators():
-        if operator not in lowering.lowerings:
-            lowering.make_fallback(operator, warn=False)
+        if operator not in _told:
+            if operator not in lowering.lowerings:
+                lowering.make_fallback(operator, warn=False)
             lowering.register_lowering(operator, type_promotion_kind=None)(partial(_called, operator))
+            _told.add(operator)
 
 
 class DirectCall(ir.FallbackKernel):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config, exc, graph
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import lowerings, make_fallback
 from torch._inductor.utils import run_and_get_code
 
 from te_compile import fallbacks
@@ -137,6 +137,18 @@ def test_calls_in_a_graph_within_the_graph(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         got = torch.compile(model, backend=te_fp8)(x)
         torch.testing.assert_close(got, model(x), rtol=0.1, atol=0.2)
+
+
+def test_an_operator_that_inductor_met_before_is_called_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes do with what it has, and would stay with that."""
+    operator = torch.ops.te.gemm.default
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    monkeypatch.setattr(fallbacks, "_told", fallbacks._told - {operator})
+    monkeypatch.delitem(lowerings, operator, raising=False)
+    make_fallback(operator, warn=False)
+    with torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(nn.Linear(16, 32), backend=te_fp8), torch.randn(32, 16))
+    assert "te_calls.gemm.site()" in "\n".join(codes)
 
 
 def test_results_count_as_aligned_whatever_their_operands_are() -> None:
