@@ -29,8 +29,10 @@ from te_compile.ops import registry
 from te_compile.options import Options
 from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, GraphPass
 from te_compile.passes.manager import Compilation
+from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 
 Compiled = Callable[..., Any]
+_JOINT, _DIRECTION = "joint_custom_pre_pass", "post_grad_custom_pre_pass"  # where Inductor lets others' passes in
 
 
 @lru_cache(maxsize=1)
@@ -52,16 +54,23 @@ class Passes(CustomGraphPass):
     from.
     """
 
-    def __init__(self, passes: Sequence[GraphPass], compilation: Compilation) -> None:
-        self.passes, self.compilation = passes, compilation
+    def __init__(self, passes: Sequence[GraphPass], compilation: Compilation, users: Sequence[Any] = ()) -> None:
+        """users: passes of the user's own for the same place, which run first."""
+        self.passes, self.compilation, self.users = passes, compilation, users
 
     def __call__(self, graph: Graph) -> None:
         """Run the passes on the graph, in place."""
+        for users in self.users:
+            users(graph)
         for each in self.passes:
             self.compilation.run(each.__name__, partial(each, graph), graph)
 
-    def uuid(self) -> str:
-        """What the result depends on besides the graph."""
+    def uuid(self) -> Any:
+        """What the result depends on besides the graph; None, for "cache nothing", if a user's pass does not say."""
+        users = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.users]
+        return f"{self._own_uuid()} {users}" if all(users) else None
+
+    def _own_uuid(self) -> str:
         available = f"{registry.offers()} {native.missing(cuda=True)}"
         ours = f"te_fp8 {__version__} {source_fingerprint()}"  # the version for the C++ core, which has no sources here
         return f"{ours} {available} {self.compilation.recipe} {self.compilation.options}"
@@ -70,8 +79,8 @@ class Passes(CustomGraphPass):
 class JointPasses(Passes):
     """Those for the graph of forward and backward, which reports are about."""
 
-    def __init__(self, compilation: Compilation) -> None:
-        super().__init__(JOINT_PASSES, compilation)
+    def __init__(self, compilation: Compilation, users: Sequence[Any] = ()) -> None:
+        super().__init__(JOINT_PASSES, compilation, users)
 
     def __call__(self, graph: Graph) -> None:
         """Run the passes on the joint graph, in place."""
@@ -79,26 +88,25 @@ class JointPasses(Passes):
         self.compilation.joint = graph
 
 
-def _asked_of_inductor(options: Options) -> dict[str, Any]:
-    """The Inductor options of the user's mode, and over them the user's own."""
-    of_mode = torch._inductor.list_mode_options(options.mode) if options.mode else {}
-    return {**of_mode, **options.inductor}
-
-
 def captures_cuda_graphs(options: Options) -> bool:
     """Will Inductor replay CUDA graphs, which read their inputs where they were when it captured them?"""
-    asked = _asked_of_inductor(options).get("triton.cudagraphs", config.triton.cudagraphs)
-    return options.compiler == "inductor" and bool(asked)
+    return options.compiler == "inductor" and replays_cuda_graphs(options)
+
+
+def _taken(asked: dict[str, Any], name: str) -> list[Any]:
+    """The passes that the user has at ``name``, by an option of this call or for the process, out of ``asked``."""
+    passes = asked.pop(name, getattr(config, name))
+    return list(passes) if isinstance(passes, (list, tuple)) else [] if passes is None else [passes]
 
 
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Compile with Inductor, under the user's mode and Inductor options."""
-    patches: dict[str, Any] = {"joint_custom_pre_pass": JointPasses(compilation)}
+    patches = asked_of_inductor(options)
+    patches[_JOINT] = JointPasses(compilation, _taken(patches, _JOINT))
     if captures_cuda_graphs(options):
         buffers.stop_lending()
     else:  # a replayed graph launches the copy of all scales with the rest, and nobody waits for the host
-        patches["post_grad_custom_pre_pass"] = Passes(DIRECTION_PASSES, compilation)
-    patches |= _asked_of_inductor(options)
+        patches[_DIRECTION] = Passes(DIRECTION_PASSES, compilation, _taken(patches, _DIRECTION))
     tell_inductor()
     with short_texts():
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)

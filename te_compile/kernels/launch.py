@@ -35,11 +35,8 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
         return
     key, values, device = _read(kernel, arguments, constants)
     found = _compiled.get(key)
-    if found is None:
-        found = _compile(key, kernel, programs, arguments, constants)
-        compiled, rest, _ = found
-    else:
-        compiled, rest, _ = found
+    compiled, rest, _ = found or _compile(key, kernel, programs, arguments, constants)
+    if found is not None:
         _run(compiled, programs, device, values + rest)
     if here.recorder is not None:
         run = (compiled.function, compiled.packed_metadata, None, None, None)

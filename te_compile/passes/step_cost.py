@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 from torch import Tensor
 from torch._inductor import config, list_mode_options
@@ -37,11 +38,14 @@ class Step:
         return max(self.device, self.host)
 
 
+def asked_of_inductor(options: Options) -> dict[str, Any]:
+    """The Inductor options of the user's mode, and over them the user's own."""
+    return {**(list_mode_options(options.mode) if options.mode else {}), **options.inductor}
+
+
 def replays_cuda_graphs(options: Options) -> bool:
     """Will Inductor record this compilation's launches once and replay them?"""
-    asked = list_mode_options(options.mode) if options.mode else {}
-    asked = {**asked, **options.inductor}
-    return bool(asked.get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(asked_of_inductor(options).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def weights_of(site: Site) -> int:

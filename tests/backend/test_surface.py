@@ -8,15 +8,19 @@ import subprocess
 import sys
 import weakref
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import GraphModule
 
 from te_compile import state
 from te_compile.backend import _own_copy, te_fp8
+from te_compile.compilers import JointPasses
 from te_compile.passes import manager
 from tests.backend.models import Attention, Chain, L, Linear
 from tests.compiling import BACKEND, compiled, joint_of, te_nodes, train_step
@@ -145,3 +149,35 @@ def test_an_installed_package_is_found_by_name_without_an_import() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/", timeout=300)
     assert "torch.Size([4, 32])" in result.stdout, result.stderr
+
+
+class Noted(CustomGraphPass):
+    """A pass of a user's own, which changes nothing."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any) -> None:
+        self.graphs += 1
+
+    def uuid(self) -> str:
+        return "noted"
+
+
+@pytest.mark.parametrize("place", ["joint_custom_pre_pass", "post_grad_custom_pre_pass"])
+@pytest.mark.parametrize("for_the_process", [False, True])
+def test_passes_of_the_users_own_run_as_well(place: str, for_the_process: bool) -> None:
+    model, noted = Chain(), Noted()
+    options = {} if for_the_process else {place: noted}
+    with manager.recording() as records, inductor_config.patch({place: noted} if for_the_process else {}):
+        train_step(model, compiled(model, compiler="inductor", **options), torch.randn(5, 32))
+    assert noted.graphs == (1 if place == "joint_custom_pre_pass" else 2)
+    names = [record.name for record in records[0].passes]
+    assert "choose_implementations" in names and names.count("read_scales_in_place") == 2
+
+
+def test_a_users_pass_that_does_not_say_what_it_is_keeps_the_caches_out() -> None:
+    compilation: Any = SimpleNamespace(recipe="", options="")
+    known = JointPasses(compilation, [Noted()]).uuid()
+    assert known and known != JointPasses(compilation).uuid()
+    assert JointPasses(compilation, [print]).uuid() is None
