@@ -36,7 +36,6 @@ from torch import Tensor
 from benchmarks.measure import Rows
 from te_compile.kernels import (
     buffers,
-    native,
     native_norm,
     norm,
     norm_backward,
@@ -52,6 +51,7 @@ from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.pointwise import Spec, evaluate
 from te_compile.ops.quantize import quantize_reference
+from te_compile.ops.registry import Target, Unsupported
 from te_compile.ops.scaling import update_scales_reference
 from te_compile.ops.weight_refresh import LINE_BYTES, Layout, line_places
 from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
@@ -194,12 +194,29 @@ def norm_rows() -> Iterator[Row]:
 
             size = m * k * (2 + 1 + columnwise + 2 * emit)
             swept = name in ("norm layer", "norm rms")
-            # Triton's form reads x twice; it is what runs where the C++ core is not built.
-            cuda = not native.missing(cuda=True) and torch.cuda.get_device_capability() >= (9, 0)
-            if cuda:
-                yield Row(name, f"{m}x{k}", size, by_cuda, check, "norm", given is not None, False)
-            in_triton = f"{name}, Triton" if cuda else name
-            yield Row(in_triton, f"{m}x{k}", size, by_triton, check, "norm", given is not None and not cuda, swept)
+            plain = f"{m}x{k}", size
+            # Which of the two runs in a model: Triton's reads x twice where qᵀ is wanted.
+            chosen = _native_norm_takes(x, *task)
+            if chosen:
+                yield Row(name, *plain, by_cuda, check, "norm", given is not None, False)
+            in_triton = f"{name}, Triton" if chosen else name
+            yield Row(in_triton, *plain, by_triton, check, "norm", given is not None and not chosen, swept)
+
+
+def _native_norm_takes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, scale: Tensor | None, dtype: torch.dtype,
+    rowwise: bool, columnwise: bool, emit: bool, rule: ScaleRule, measure: bool,
+) -> bool:  # fmt: skip
+    """Does a graph's norm with these arguments run in the C++ core?"""
+    arguments = {
+        "x": x, "weight": weight, "bias": bias, "eps": eps, "kind": kind, "scale": scale, "dtype": dtype,
+        "rowwise": rowwise, "columnwise": columnwise, "emit": emit,
+    }  # fmt: skip
+    try:
+        native_norm.check(Target.of(x.device), arguments)
+    except Unsupported:
+        return False
+    return True
 
 
 def norm_backward_rows() -> Iterator[Row]:

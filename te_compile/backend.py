@@ -71,9 +71,9 @@ def rewrite(
     compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
-    compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
+    compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
     if chosen.strict:
         plan.require_all_supported()
     compilation.run("spell_out_linears", partial(spell_out_linears, plan), graph)

@@ -9,7 +9,8 @@ cuDNN rounds the probability of a dropout to sixteenths (pytorch#174245), which 
 that a model spells out, with a dropout of its own, must not come to that by becoming SDPA: it runs on flash.
 
 Only what nobody else has decided is decided here: an order of kernels, a kernel switched off or an environment variable
-that the user has set stands, as does the draw of a dropout that the model itself asks a kernel for.
+that the user has set stands, as does the draw of a dropout that the model itself asks a kernel for. Nor does a faster
+kernel help a step in which the GPU waits for the host, which cuDNN keeps longer than flash does (``cost_model``).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn.attention import SDPBackend
 
+from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
+from te_compile.passes.step_cost import waits_for_host
 from te_compile.passes.writing import Writer
 
 CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -141,14 +144,20 @@ def _on(kernel: str, node: Node) -> Node:
     return outputs
 
 
-def choose_attention_kernels(regions: list[Region], plan: Plan, able: Callable[[str, Node], bool] = can_run) -> int:
-    """Call another kernel than PyTorch would, where it is faster or draws as asked; returns for how many attentions."""
+def choose_attention_kernels(
+    regions: list[Region], plan: Plan, options: Options, able: Callable[[str, Node], bool] = can_run
+) -> int:
+    """Call another kernel than PyTorch would, where it is faster or draws as asked; returns for how many attentions.
+
+    The plan's linears must have been selected.
+    """
     if any(_chooses_itself(region.graph) for region in regions):
         return 0
+    speed_counts = not waits_for_host(plan, options, torch.is_grad_enabled())
     graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     chosen = 0
     for index, attention in enumerate(plan.attentions):
-        kernel = _kernel_for(attention.node, able) if _may_change(attention, graphs) else ""
+        kernel = _kernel_for(attention.node, speed_counts, able) if _may_change(attention, graphs) else ""
         if kernel:
             plan.attentions[index] = replace(attention, node=_on(kernel, attention.node), kernel=kernel)
             chosen += 1
@@ -163,9 +172,9 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     return node not in graphs[id(node.graph)] and _is_plain(node) and is_faster_on(value_of(node).device)
 
 
-def _kernel_for(node: Node, able: Callable[[str, Node], bool]) -> str:
+def _kernel_for(node: Node, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:
     """The kernel to call instead of the one that PyTorch would; "" for none."""
-    if _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
+    if speed_counts and _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"
     rounds = RECOGNISED in node.meta and _is_rounded(node)
     if rounds and _takes_cudnn_first() and able("cudnn", node) and able("flash", node):

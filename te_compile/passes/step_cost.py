@@ -6,7 +6,8 @@ of them waits, so all linears of a graph are weighed together:
     device = products + what stands around them + attention          host = a step's price + each linear's price
 
 Linears are let go from the one that gains least on the device, as long as the estimate of the whole step falls. Under
-CUDA graphs the host launches nothing, and nothing is let go here.
+CUDA graphs the host launches nothing, and nothing is let go here. Whether the GPU waits also decides if a faster kernel
+for attention is worth a launch that takes the host longer.
 """
 
 from __future__ import annotations
@@ -88,6 +89,14 @@ def high_precision_step(plan: Plan, training: bool) -> Step:
         device += _products_of(site) * (in_high_precision + around)
     host, _ = speed.host_costs(training)
     return Step(device, host.of(sum(map(_products_of, plan.sites))))
+
+
+def waits_for_host(plan: Plan, options: Options, training: bool) -> bool:
+    """Would the GPU wait for the host, with the selected linears in FP8 and attention as PyTorch runs it?"""
+    if not options.cost_model or replays_cuda_graphs(options):
+        return False
+    step = with_fp8(high_precision_step(plan, training), plan.selected, training)
+    return step.host > step.device
 
 
 def with_fp8(step: Step, sites: list[Site], training: bool) -> Step:

@@ -34,7 +34,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "replayed", lambda call, replays=12: 0.002)
     monkeypatch.setattr(kernels, "host_microseconds", lambda call, calls=100: 1.0)
     monkeypatch.setattr(kernels, "product_peak", lambda: 100.0)
-    monkeypatch.setattr(kernels.native, "missing", lambda cuda=False: "not here")
     monkeypatch.setattr(products, "TOKENS", 32)
     monkeypatch.setattr(products, "LINEARS", {"proj": (64, 48)})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from te_compile.options import Options
 from te_compile.passes import attention_kernels as module
+from te_compile.passes import speed
 from te_compile.passes.attention_kernels import CUDNN_ATTENTION, FLASH_ATTENTION, can_run, choose_attention_kernels
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.find_attentions import find_attentions
@@ -51,14 +54,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def passed(
-    run: Callable[..., Tensor], *inputs: Tensor, able: Callable[[str, Node], bool] = lambda kernel, node: True
+    run: Callable[..., Tensor],
+    *inputs: Tensor,
+    able: Callable[[str, Node], bool] = lambda kernel, node: True,
+    **options: Any,
 ) -> tuple[int, GraphModule, Plan]:
+    """``cost_model`` is off unless asked for: the tensors are tiny."""
     gm, _ = captured(run, *inputs)
     recognise_attention(gm.graph)
     regions, left = regions_of(gm)
     plan = Plan()
     find_attentions(regions, left, plan)
-    count = choose_attention_kernels(regions, plan, able)
+    count = choose_attention_kernels(regions, plan, Options.resolve({"cost_model": False, **options}), able)
     gm.graph.lint()
     return count, gm, plan
 
@@ -212,3 +219,28 @@ def test_a_kernel_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch
 def test_versions_that_nobody_tried_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cudnn_version", lambda: (9, 5, 1))
     assert passed(causal, heads(), heads(), heads())[0] == 0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_step_that_waits_for_the_host_keeps_the_cheaper_launch(
+    monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    inputs = [heads() for _ in range(3)]
+    dear, free = speed.HostCost(step=1e3, linear=0.0), speed.HostCost(step=0.0, linear=0.0)
+    with torch.set_grad_enabled(training):
+        for price, expected in ((dear, 0), (free, 1)):
+            monkeypatch.setattr(speed, "host_costs", lambda training, price=price: (price, price))
+            count, _, plan = passed(causal, *inputs, cost_model=True)
+            assert count == expected and plan.attentions[0].kernel == ("cudnn" if expected else "")
+        monkeypatch.setattr(speed, "host_costs", lambda training: (dear, dear))
+        assert passed(causal, *inputs, cost_model=True, mode="reduce-overhead")[0] == 1, "CUDA graphs launch for it"
+        assert passed(causal, *inputs, cost_model=False)[0] == 1
+
+
+def test_a_dropout_that_cudnn_would_change_goes_to_flash_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    dear = speed.HostCost(step=1e6, linear=0.0)
+    monkeypatch.setattr(speed, "host_costs", lambda training: (dear, dear))
+    run = partial(spelled_out, dropout=0.1)
+    _, gm, _ = passed(run, heads(), heads(), heads(), cost_model=True)
+    assert any(node.target is FLASH_ATTENTION for node in gm.graph.nodes)
