@@ -52,6 +52,8 @@ def te_fp8(
     signature = rewrite(gm, example_inputs, chosen, compilation)
     added = example_inputs_of(signature, chosen.recipe)
     compiled = COMPILERS[chosen.compiler](gm, [*added, *example_inputs], chosen, compilation)
+    if not signature.added:  # nothing in FP8, nothing to look up
+        return compiled
     runner = Runner(compiled, signature, gm, chosen.recipe, captures_cuda_graphs(chosen))
     return torch._dynamo.disable(runner.__call__)
 
