@@ -66,14 +66,16 @@ LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule()
 EPS = 1e-5
-# Producers in the words of the joint graph, which are what a kernel's spelling is chosen by: SwiGLU, tanh-GELU, and the
-# backward of ReLU² and GELU with the bias gradient.
+# Producers in the words of the joint graph, which are what a kernel's spelling is chosen by: SwiGLU, GELU (which is tanh's
+# unless it is called exact), and the backward of ReLU² and both GELUs with the bias gradient.
 SPECS = {
     "swiglu": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); "
     "t3 = mul(t2, x1); t4 = bfloat16(t3); quantize t4",
     "gelu": "x0: bfloat16[M, K]; t0 = mul(x0, x0); t1 = mul(t0, x0); t2 = mul(t1, 0.044715); t3 = add(x0, t2); "
     "t4 = mul(t3, 0.7978845608028654); t5 = tanh(t4); t6 = add(t5, 1.0); t7 = mul(x0, 0.5); t8 = mul(t7, t6); "
     "t9 = bfloat16(t8); quantize t9",
+    "exact_gelu": "x0: bfloat16[M, K]; t0 = mul(x0, 0.5); t1 = mul(x0, 0.7071067811865476); t2 = erf(t1); "
+    "t3 = add(t2, 1); t4 = mul(t0, t3); t5 = bfloat16(t4); quantize t5",
     "relu2_backward": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = relu(x1); t1 = mul(x0, t0); t2 = mul(t1, 2.0); "
     "t3 = bfloat16(t2); quantize t3; sum t3: float32",
 }
@@ -83,6 +85,11 @@ SPECS["gelu_backward"] = (
     "t8 = mul(x1, 0.5); t9 = mul(t5, t5); t10 = sub(1, t9); t11 = mul(t8, t10); t12 = mul(t0, 0.134145); "
     "t13 = add(t12, 1); t14 = mul(t13, 0.7978845608028654); t15 = mul(t11, t14); t16 = add(t7, t15); "
     "t17 = mul(x0, t16); t18 = bfloat16(t17); quantize t18; sum t18: bfloat16"
+)
+SPECS["exact_gelu_backward"] = (
+    "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = mul(x1, 0.7071067811865476); t1 = erf(t0); t2 = add(t1, 1); "
+    "t3 = mul(t2, 0.5); t4 = mul(x1, x1); t5 = mul(t4, -0.5); t6 = exp(t5); t7 = mul(t6, 0.3989422804014327); "
+    "t8 = mul(x1, t7); t9 = add(t3, t8); t10 = mul(x0, t9); t11 = bfloat16(t10); quantize t11; sum t11: bfloat16"
 )
 SWIGLU_BACKWARD = (
     "x0: bfloat16[M, K]; x1: bfloat16[M, K]; x2: bfloat16[M, K]; t0 = neg(x1); t1 = exp(t0); t2 = add(t1, 1); "

@@ -39,12 +39,18 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from te_compile.kernels import buffers
-from te_compile.kernels.algebra import LOGISTIC, simplified
+from te_compile.kernels.algebra import BELL, LOGISTIC, NORMAL_CDF, simplified
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import Tile, rule_constants
-from te_compile.kernels.spellings import ONE_LESS_TANH_SQUARED, ONE_PLUS_TANH, TIMES_SIGMOID, spelled
+from te_compile.kernels.spellings import (
+    ONE_LESS_TANH_SQUARED,
+    ONE_PLUS_ERF,
+    ONE_PLUS_TANH,
+    TIMES_SIGMOID,
+    spelled,
+)
 from te_compile.ops.pointwise import Constant, Input, Operand, Place, Spec, extent, grouped, joined
 from te_compile.ops.quantize import padded
 from te_compile.recipe import ScaleRule
@@ -99,6 +105,9 @@ CHEAPER_FORMS = {
     ONE_LESS_TANH_SQUARED: "one_less_tanh_squared({0})",
     TIMES_SIGMOID: "{0} * sigmoid({1})",
     LOGISTIC: "logistic({0})",
+    ONE_PLUS_ERF: "one_plus_erf({0})",
+    NORMAL_CDF: "normal_cdf({0}, {1}, {2})",
+    BELL: "vanishing_exp2({0})",
 }
 
 TRITON_DTYPES = {
@@ -182,8 +191,8 @@ import triton
 import triton.language as tl
 
 from te_compile.kernels.pointwise_functions import (
-    expm1, log1p, logistic, one_less_tanh_squared, one_plus_tanh, part_at, power, read_column, read_full, read_part,
-    read_row, sigmoid, tanh, whole,
+    expm1, log1p, logistic, normal_cdf, one_less_tanh_squared, one_plus_erf, one_plus_tanh, part_at, power, read_column,
+    read_full, read_part, read_row, sigmoid, tanh, vanishing_exp2, whole,
 )
 from te_compile.kernels.quantize import (
     fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use, scaled,

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels import pointwise
-from te_compile.kernels.algebra import LOGISTIC, simplified
+from te_compile.kernels.algebra import BELL, LOGISTIC, NORMAL_CDF, simplified
+from te_compile.kernels.pointwise_functions import ERFC_RATE
 from te_compile.kernels.quantize import Tile
-from te_compile.kernels.spellings import ONE_LESS_TANH_SQUARED, ONE_PLUS_TANH, TIMES_SIGMOID, spelled
+from te_compile.kernels.spellings import (
+    ONE_LESS_TANH_SQUARED,
+    ONE_PLUS_ERF,
+    ONE_PLUS_TANH,
+    TIMES_SIGMOID,
+    spelled,
+)
 from te_compile.ops.pointwise import OPERATIONS, Operand, Place, Spec, SpecBuilder, Step, evaluate
 from te_compile.recipe import ScaleRule
 
@@ -26,12 +33,31 @@ GELU_BACKWARD = (
     "t13 = add(t12, 1); t14 = mul(t13, 0.7978845608028654); t15 = mul(t11, t14); t16 = add(t7, t15); "
     "t17 = mul(x0, t16); quantize t17"
 )
+EXACT_GELU = (
+    "x0: float32[M, K]; t0 = mul(x0, 0.5); t1 = mul(x0, 0.7071067811865476); t2 = erf(t1); t3 = add(t2, 1); "
+    "t4 = mul(t0, t3); quantize t4"
+)
+EXACT_GELU_BACKWARD = (
+    "x0: float32[M, K]; x1: float32[M, K]; t0 = mul(x1, 0.7071067811865476); t1 = erf(t0); t2 = add(t1, 1); "
+    "t3 = mul(t2, 0.5); t4 = mul(x1, x1); t5 = mul(t4, -0.5); t6 = exp(t5); t7 = mul(t6, 0.3989422804014327); "
+    "t8 = mul(x1, t7); t9 = add(t3, t8); t10 = mul(x0, t9); quantize t10"
+)
 SWIGLU_BACKWARD = (
     "x0: float32[M, K]; x1: float32[M, K]; x2: float32[M, K]; t0 = neg(x1); t1 = exp(t0); t2 = add(t1, 1); "
     "t3 = div(x1, t2); t4 = mul(x0, t3); t5 = mul(x0, x2); t6 = sigmoid(x1); t7 = mul(t5, t6); t8 = sub(1, t6); "
     "t9 = mul(x1, t8); t10 = add(t9, 1); t11 = mul(t7, t10); quantize t4; quantize t11"
 )
+
+
+def normal_cdf(x: Tensor, rate: Tensor, bell: Tensor) -> Tensor:
+    tail = bell * torch.special.erfcx((x * rate / ERFC_RATE).abs()) / 2
+    return torch.where(x < 0, tail, 1 - tail)
+
+
 MEANINGS = {
+    BELL: torch.exp2,
+    NORMAL_CDF: normal_cdf,
+    ONE_PLUS_ERF: lambda u: 1 + torch.erf(u),
     LOGISTIC: lambda v: 1 / (1 + torch.exp2(v)),
     TIMES_SIGMOID: lambda a, b: a * torch.sigmoid(b),
     ONE_PLUS_TANH: lambda u: 1 + torch.tanh(u),
@@ -84,6 +110,25 @@ def test_its_backward_has_one_logistic_function_and_no_constant_twice() -> None:
     assert_the_same_over_the_reals(GELU_BACKWARD)
 
 
+def test_the_exact_gelu_costs_four_operations_around_its_distribution_function() -> None:
+    assert operations(EXACT_GELU) == ["bell", "mul", "mul", "mul", "normal_cdf"]
+    assert_the_same_over_the_reals(EXACT_GELU)
+
+
+def test_its_backward_has_one_bell_curve() -> None:
+    found = operations(EXACT_GELU_BACKWARD)
+    assert found.count("bell") == found.count("normal_cdf") == 1 and not {"exp", "erf"} & set(found)
+    assert_the_same_over_the_reals(EXACT_GELU_BACKWARD)
+
+
+@pytest.mark.parametrize("factor", [-1.5, 1e-3, 3e20, 1e-25])
+def test_an_erf_of_any_multiple_is_that(factor: float) -> None:
+    text = f"x0: float32[M, K]; t0 = mul(x0, {factor}); t1 = erf(t0); t2 = add(1, t1); quantize t2"
+    found = operations(text)
+    assert found.count("normal_cdf") + found.count("one_plus_erf") == 1 and "erf" not in found
+    assert_the_same_over_the_reals(text)
+
+
 def test_two_gradients_share_one_logistic_function() -> None:
     assert operations(SWIGLU_BACKWARD).count("logistic") == 1
     assert_the_same_over_the_reals(SWIGLU_BACKWARD)
@@ -110,6 +155,8 @@ def test_a_factor_of_one_goes_away() -> None:
         "x0: float32[M, K]; x1: float32[M, K]; t0 = mul(x0, x1); t1 = add(t0, x1); t2 = mul(t1, t0); quantize t2",
         "x0: float32[M, K]; x1: float32[M, K]; t0 = sigmoid(x0); t1 = mul(t0, x1); quantize t1",
         "x0: float32[M, K]; t0 = mul(x0, 3); t1 = bfloat16(t0); t2 = mul(t1, 2); quantize t2",  # a rounding between
+        "x0: float32[M, K]; t0 = mul(x0, x0); t1 = mul(t0, 0.5); t2 = exp(t1); quantize t2",  # grows without limit
+        "x0: float32[M, K]; x1: float32[M, K]; t0 = mul(x0, x1); t1 = mul(t0, -0.5); t2 = exp(t1); quantize t2",
         "x0: float32[M, K]; t0 = mul(x0, 1e-35); t1 = mul(t0, 1e-35); quantize t1",  # together they would be 0 in fp32
         "x0: float32[M, K]; t0 = mul(x0, 1e25); t1 = mul(t0, 1e25); quantize t1",
         "x0: float32[M, K]; t0 = mul(x0, 1e25); t1 = add(t0, 1e25); t2 = mul(t1, 1e25); quantize t2",
@@ -136,16 +183,20 @@ def test_random_formulas_mean_the_same_over_the_reals(seed: int) -> None:
     builder = SpecBuilder()
     values: list[Operand] = [builder.input(torch.float32, Place.FULL) for _ in range(3)]
     for _ in range(14):
-        operation = draw.choice(["mul", "mul", "mul", "add", "add", "sub", "sigmoid", "tanh", "neg"])
+        operation = draw.choice(["mul", "mul", "mul", "add", "add", "sub", "sigmoid", "tanh", "erf", "neg"])
         value: Operand = draw.choice(values[-5:])
         other = draw.choice([*values[-5:], draw.choice([0.5, 2, 1, -1.5, 0.25])])
-        operands = (value,) if operation in ("sigmoid", "tanh", "neg") else (value, other)
+        operands = (value,) if operation in ("sigmoid", "tanh", "erf", "neg") else (value, other)
         values.append(builder.step(operation, *(operands if draw.random() < 0.5 else operands[::-1])))
     bounded = builder.step("tanh", values[-1])  # products of products grow without limit
     assert_the_same_over_the_reals(builder.finish(str(bounded), [], []).text())
 
 
-@pytest.mark.parametrize("text", [GELU, GELU_BACKWARD], ids=["gelu", "backward"])
+@pytest.mark.parametrize(
+    "text",
+    [GELU, GELU_BACKWARD, EXACT_GELU, EXACT_GELU_BACKWARD],
+    ids=["gelu", "backward", "exact gelu", "its backward"],
+)
 def test_a_kernel_computes_what_the_reference_does(text: str, device: str) -> None:
     spec = Spec.parse(text + "; emit " + text.rsplit(" ", 1)[1] + ": float32")
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 40.0, -40.0, 1e-30, 3e38, -3e38, 1e13, -1e13])

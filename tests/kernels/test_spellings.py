@@ -30,6 +30,11 @@ def test_one_plus_tanh_fires(one_plus: str) -> None:
     assert "one_plus_tanh" in found and "tanh" not in found
 
 
+@pytest.mark.parametrize("one_plus", ["add(t0, 1)", "add(1, t0)"])
+def test_one_plus_erf_fires(one_plus: str) -> None:
+    assert operations(f"x0: float32[M, K]; t0 = erf(x0); t1 = {one_plus}; quantize t1") == ["one_plus_erf"]
+
+
 def test_the_derivative_of_tanh_fires_beside_it() -> None:
     assert operations(GELU_BACKWARD) == ["one_plus_tanh", "one_less_tanh_squared", "mul"]
 
@@ -49,6 +54,10 @@ def test_silu_fires_and_leaves_nothing_unused(one_plus: str) -> None:
         "x0: float32[M, K]; t0 = tanh(x0); t1 = mul(t0, t0); t2 = sub(1, t1); t3 = mul(t1, t2); quantize t3",
         "x0: float32[M, K]; t0 = tanh(x0); t1 = mul(t0, x0); t2 = sub(1, t1); quantize t2",
         "x0: float32[M, K]; t0 = tanh(x0); t1 = mul(t0, t0); t2 = sub(2, t1); quantize t2",
+        "x0: float32[M, K]; t0 = erf(x0); t1 = add(t0, 2); quantize t1",
+        "x0: float32[M, K]; t0 = erf(x0); t1 = sub(1, t0); quantize t1",
+        "x0: float32[M, K]; t0 = erf(x0); t1 = add(t0, 1); t2 = mul(t0, t1); quantize t2",  # erf itself is wanted
+        "x0: float32[M, K]; t0 = erf(x0); t1 = mul(t0, t0); t2 = sub(1, t1); quantize t2",
         "x0: float32[M, K]; t0 = exp(x0); t1 = add(t0, 1); t2 = div(x0, t1); quantize t2",  # not of -x
         "x0: float32[M, K]; t0 = neg(x0); t1 = exp(t0); t2 = add(t1, 2); t3 = div(x0, t2); quantize t3",
         "x0: float32[M, K]; t0 = neg(x0); t1 = exp(t0); t2 = add(t1, 1); t3 = mul(x0, t2); quantize t3",
@@ -67,6 +76,7 @@ def test_what_another_step_wants_is_still_computed() -> None:
     "text",
     [
         "x0: float32[M, K]; t0 = tanh(x0); t1 = add(t0, 1); quantize t1",
+        "x0: float32[M, K]; t0 = erf(x0); t1 = add(t0, 1); quantize t1",
         "x0: float32[M, K]; t0 = tanh(x0); t1 = mul(t0, t0); t2 = sub(1, t1); quantize t2",
         GELU_BACKWARD,
         SILU.format(one_plus="add(t1, 1)"),
