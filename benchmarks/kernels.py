@@ -66,7 +66,7 @@ LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule()
 EPS = 1e-5
-# Producers in the words of the joint graph, which are what a kernel's spelling is chosen by: SwiGLU, GELU (which is tanh's
+# Producers in the words of the joint graph, which are what a kernel's spelling is chosen by: SwiGLU, GELU (that of tanh
 # unless it is called exact), and the backward of ReLU² and both GELUs with the bias gradient.
 SPECS = {
     "swiglu": "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); "

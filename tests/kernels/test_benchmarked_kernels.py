@@ -12,12 +12,10 @@ from benchmarks.kernels import Row
 
 @pytest.fixture(autouse=True)
 def small(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes that an interpreter gets through, and no clock; only Triton's kernels where there is no GPU."""
+    """Shapes that an interpreter gets through, and no clock."""
     monkeypatch.setattr(kernels, "DEVICE", device)
     monkeypatch.setattr(kernels, "SHAPES", ((32, 64),))
     monkeypatch.setattr(kernels, "LAYER", ((32, 64), (64, 32)))
-    if device == "cpu":
-        monkeypatch.setattr(kernels.native, "missing", lambda cuda=False: "not here")
 
 
 def right(family: Callable[[], Iterator[Row]]) -> dict[str, bool]:
