@@ -29,6 +29,8 @@ constexpr size_t kMostPlans = 4096;
 constexpr int kMostTimedLengths = 64;
 // A later suggestion must beat the first by this much: below it is noise, and the first is the same in every process.
 constexpr float kWorthwhile = 0.98f;
+// One that takes so many times as long as the fastest is not timed a second time.
+constexpr float kHopeless = 1.15f;
 
 // --- what makes two calls share a plan ------------------------------------------------------------------------------
 
@@ -393,10 +395,14 @@ bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, con
   const Event start;
   const Event stop;
   std::vector<float> best(plan.suggestions.size(), -1.0f);
+  float fastest = -1.0f;
   for (int round = 0; round < kRounds; ++round) {
     for (size_t which = 0; which < plan.suggestions.size(); ++which) {
+      if (round > 0 && (best[which] < 0.0f || best[which] > kHopeless * fastest)) continue;
       const float time = time_suggestion(context, plan, which, gemm, d, workspace, start, stop);
-      if (time >= 0.0f && (best[which] < 0.0f || time < best[which])) best[which] = time;
+      if (time < 0.0f) continue;
+      if (best[which] < 0.0f || time < best[which]) best[which] = time;
+      if (fastest < 0.0f || time < fastest) fastest = time;
     }
   }
   for (size_t which = 1; which < best.size(); ++which) {
