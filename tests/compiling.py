@@ -46,6 +46,20 @@ def train_step(model: nn.Module, run: Callable[..., Any], *inputs: Tensor) -> tu
     return output.detach(), gradients(model)
 
 
+def step_from(
+    model: nn.Module, run: Callable[..., Any], dy: Tensor, *inputs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward, backward from ``dy``, the gradient of the result; the result and the gradients of ``model`` alone.
+
+    For two ways to run a linear that are compared to the last bits: a gradient that each makes from its own result now
+    and then has a number on the other side of the middle between two codes.
+    """
+    model.zero_grad(set_to_none=True)
+    output = run(*inputs)
+    output.backward(dy)
+    return output.detach(), gradients(model)
+
+
 def cosine(a: Tensor, b: Tensor) -> float:
     """Of the angle between two tensors taken as vectors; 1 for two that are all zero."""
     a, b = a.detach().double().flatten(), b.detach().double().flatten()

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_compile.passes import manager
-from tests.compiling import compiled, cosine, relative_error, train_step
+from tests.compiling import compiled, cosine, relative_error, step_from, train_step
 
 L = 1024  # amax_history_len of the default recipe
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-3}
+"""For one linear's result and gradients, by their dtype. Seen are 3e-7, 6e-5 and 1e-4: where few last bits differ, few
+numbers round to another."""
 
 
 class Linear(nn.Module):
@@ -84,9 +86,12 @@ def all_fp8(name: str, module: nn.Module) -> bool:
 
 
 def assert_same_numbers(model: nn.Module, reference: nn.Module, x: Tensor, tolerance: float, **options: Any) -> None:
-    """One training step of compiled ``model`` and of ``reference``: same result, gradients and dtypes."""
-    expected, expected_gradients = train_step(reference, reference, x)
-    got, got_gradients = train_step(model, compiled(model, **options), x)
+    """One training step of compiled ``model`` and of ``reference``, both from one gradient of the result: same result,
+    gradients and dtypes."""
+    with torch.no_grad():
+        dy = torch.randn_like(reference(x))
+    expected, expected_gradients = step_from(reference, reference, dy, x)
+    got, got_gradients = step_from(model, compiled(model, **options), dy, x)
     assert got.dtype == expected.dtype and got.shape == expected.shape
     assert relative_error(got, expected) < tolerance
     assert got_gradients.keys() == expected_gradients.keys()
