@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks import measure, peers
 from benchmarks.measure import DEVICE, Runnable, Variant
-from tests.emulation import emulated, multiples_of_16
+from te_compile.passes import manager
+from tests.fuzz.emulation import Fp8Products, Scales, statuses_of
 
 WORKS = ("train", "prefill", "decode")
 LOSS, COSINE, TEXTBOOK, LOGITS_DB = 0.02, 0.97, 0.01, 14.0
@@ -239,8 +240,9 @@ def check(runnable: Runnable, inputs: dict[str, Tensor], training: bool) -> dict
     """
     expected = call_once(Runnable(runnable.model, runnable.model), inputs, training).clone()
     reference = measure.gradients(runnable.model)
-    for _ in range(3):
-        found = call_once(runnable, inputs, training)
+    with manager.recording() as records:
+        for _ in range(3):
+            found = call_once(runnable, inputs, training)
     if not training:
         decibel = measure.sqnr(expected, found)
         wrong = {} if decibel >= LOGITS_DB else {"wrong": f"logits {decibel:.1f} dB"}
@@ -251,7 +253,8 @@ def check(runnable: Runnable, inputs: dict[str, Tensor], training: bool) -> dict
     row = {"loss": expected.item(), "loss_difference": difference, "cosine": cosines[worst], "worst_gradient": worst}
     wrong = [] if abs(difference) <= LOSS else [f"loss {difference:+.2%}"]
     if not cosines[worst] >= COSINE:
-        textbook = textbook_cosines(runnable.model, inputs, reference)
+        sites = [site for record in records for site in record.plan.sites]
+        textbook = textbook_cosines(runnable.model, inputs, reference, statuses_of(sites, runnable.model))
         row["textbook_cosine"] = textbook[worst]
         wrong += [
             f"cosine of {name}'s gradient {cosine:.4f}, textbook FP8 {textbook[name]:.4f}"
@@ -270,18 +273,37 @@ def cosines_to(reference: dict[str, Tensor], model: nn.Module) -> dict[str, floa
     }
 
 
-def textbook_cosines(model: nn.Module, inputs: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """The same where per-tensor FP8 as a textbook has it, emulated in fp32, runs the model's linears.
+def textbook_cosines(
+    model: nn.Module, inputs: dict[str, Tensor], reference: dict[str, Tensor], statuses: dict[str, list[bool]]
+) -> dict[str, float]:
+    """The same where per-tensor FP8 as a textbook has it, emulated in fp32, runs those linears that te_fp8 runs in FP8.
 
-    Gradients through a softmax over thousands of keys are small differences of large numbers: what any per-tensor FP8
-    does to the query and key projections of an untrained model.
+    statuses: of each linear by its name, whether its uses do. A textbook that left some of them alone, such as a
+    mixture's experts, would look better than any FP8 is. LookupError if it met others.
+
+    Two things are small differences of large numbers in an untrained model, and far off in any per-tensor FP8:
+    gradients through a softmax over thousands of keys, and which experts a router prefers. A token that changes its
+    expert moves gradients more than all rounding does.
     """
-    yardstick = emulated(model, lambda name, module: "lm_head" not in name and multiples_of_16(name, module))
-    call_once(Runnable(yardstick, yardstick), inputs, training=True)
-    cosines = cosines_to(reference, yardstick)
-    del yardstick
-    measure.free_memory()  # its modules hold each other, and the memory of what follows is measured
+    products = textbook_step(model, inputs, statuses)
+    planned = sum(map(sum, statuses.values()))
+    if products != planned:
+        raise LookupError(f"the textbook ran {products} products in FP8, and te_fp8 {planned}")
+    cosines = cosines_to(reference, model)
+    measure.free_memory()  # the textbook's weights, for the memory of what follows is measured
     return cosines
+
+
+def textbook_step(model: nn.Module, inputs: dict[str, Tensor], statuses: dict[str, list[bool]]) -> int:
+    """A training step of ``model`` in the textbook's FP8, which leaves its gradients; the number of products in FP8."""
+    textbook = Fp8Products(model, statuses, Scales(None, delayed=False))
+
+    def run(**inputs: Tensor) -> Any:
+        with textbook:
+            return model(**inputs)
+
+    call_once(Runnable(run, model), inputs, training=True)
+    return textbook.products
 
 
 def measure_variant(variant: Variant, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:

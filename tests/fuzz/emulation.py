@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_compile.passes.names import owner
+from te_compile.passes.plan import Site
 from tests.emulation import BACKWARD, FORWARD
 
 Product = tuple[Callable[..., Tensor], Any, Any, Any]
@@ -61,6 +62,17 @@ class Scales:
 
     def _larger(self, known: dict[str, Tensor], what: str, amax: Tensor) -> Tensor:
         return torch.maximum(known[what], amax) if what in known else amax
+
+
+def statuses_of(sites: list[Site], model: nn.Module) -> dict[str, list[bool]]:
+    """For each linear of ``model`` by its name, in order, whether it runs in FP8."""
+    found: dict[str, list[bool]] = {}
+    for site in sites:
+        found.setdefault(site.name, []).append(site.status == "fp8")
+    # After a graph break names begin at the part of the model that was captured.
+    full = {owner(name) for name, _ in model.named_parameters()} - found.keys()
+    ends = {name: max((each for each in found if name.endswith(f".{each}")), key=len, default="") for name in full}
+    return found | {name: found[end] for name, end in ends.items() if end}
 
 
 class Fp8Products(TorchFunctionMode):

@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_compile.passes import manager
-from te_compile.passes.names import owner
 from te_compile.passes.plan import Cause, Site
 from tests.compiling import compiled, cosine, gradients, know_the_backend
-from tests.fuzz.emulation import Fp8Products, Scales
+from tests.fuzz.emulation import Fp8Products, Scales, statuses_of
 from tests.zoo.case import Architecture, Case, NotSupportedError, Setting, loss_of
 from tests.zoo.models import ARCHITECTURES
 
@@ -99,17 +98,6 @@ def fp8_share(sites: list[Site]) -> float:
     """Of the FLOPs of all eligible linears, the part that runs in FP8."""
     eligible = sum(site.flops for site in sites if site.cause in (None, Cause.UNSUPPORTED))
     return sum(site.flops for site in sites if site.status == "fp8") / eligible if eligible else 1.0
-
-
-def statuses_of(sites: list[Site], model: nn.Module) -> dict[str, list[bool]]:
-    """For each linear of ``model`` by its name, in order, whether it runs in FP8."""
-    found: dict[str, list[bool]] = {}
-    for site in sites:
-        found.setdefault(site.name, []).append(site.status == "fp8")
-    # After a graph break names begin at the part of the model that was captured.
-    full = {owner(name) for name, _ in model.named_parameters()} - found.keys()
-    ends = {name: max((each for each in found if name.endswith(f".{each}")), key=len, default="") for name in full}
-    return found | {name: found[end] for name, end in ends.items() if end}
 
 
 def compared(expected: dict[str, Tensor]) -> list[str]:

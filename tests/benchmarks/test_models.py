@@ -1,0 +1,49 @@
+"""What the rows of whole models are held against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import models
+from benchmarks.measure import DEVICE, Runnable, gradients
+from benchmarks.models import Task
+from te_compile.passes import manager
+from tests.fuzz.emulation import statuses_of
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="the models have their full sizes where there is a GPU"),
+]
+
+MIXTURE = Task("mixtral", "train", "sdpa", torch.bfloat16)
+EXPERTS = [f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+def in_fp8(*include: str) -> Runnable:
+    options = {"compiler": "aot_eager", "include": [*include]}
+    return models.compiled(MIXTURE, backend="te_fp8", options=options)
+
+
+def test_the_textbook_rounds_what_te_fp8_rounds_and_nothing_else() -> None:
+    """The last experts alone: no token changes its expert by their rounding."""
+    pytest.importorskip("transformers")
+    runnable, inputs = in_fp8("*.1.mlp.experts.*"), MIXTURE.inputs()
+    models.call_once(Runnable(runnable.model, runnable.model), inputs, training=True)
+    reference = gradients(runnable.model)
+    with manager.recording() as records:
+        models.call_once(runnable, inputs, training=True)
+    found = models.cosines_to(reference, runnable.model)
+    statuses = statuses_of([site for record in records for site in record.plan.sites], runnable.model)
+    textbook = models.textbook_cosines(runnable.model, inputs, reference, statuses)
+    assert sorted(name for name, each in statuses.items() if any(each)) == sorted(EXPERTS)
+    assert all(abs(found[name] - textbook[name]) < 2e-3 for name in found)
+    # One that left them alone would have 1 here, and one that rounded all linears something else everywhere.
+    assert all(0.99 < textbook[name] < 0.998 for name in EXPERTS)
+
+
+def test_a_row_asks_the_textbook_where_a_cosine_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models, "COSINE", 1.1)
+    row = models.check(in_fp8("*.1.mlp.experts.*"), MIXTURE.inputs(), training=True)
+    assert row["cosine"] < 1 and row["textbook_cosine"] < 1 and "wrong" not in row
