@@ -162,7 +162,11 @@ def _allowed(mask: Tensor) -> Tensor | None:
 
 
 def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
-    """ "all" if ``mask`` hides nothing, "causal" if it hides exactly what comes later, None for anything else."""
+    """ "all" if ``mask`` hides nothing, "causal" if it hides exactly what comes later, None for anything else.
+
+    ``is_causal`` counts positions from the first query and the first key, however many keys there are. A single query
+    that sees one key of many is left as it is: nobody attends so but by chance, and libraries treat it apart.
+    """
     allowed = _allowed(mask)
     if allowed is None:
         return None
@@ -172,7 +176,7 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
             allowed = allowed.narrow(dimension, 0, 1)
     if bool(allowed.all()):
         return "all"
-    if queries == keys and allowed.shape[-2:] == (queries, keys):
+    if allowed.shape[-2:] == (queries, keys) and allowed.shape[-2] > 1:
         causal = torch.ones(allowed.shape[-2:], dtype=torch.bool).tril()  # its own sizes, for theirs may be symbols
         if bool((allowed == causal).all()):
             return "causal"

@@ -455,7 +455,9 @@ def proven_meaning(
 ) -> str | None:
     """ "all" if ``mask`` hides nothing at any size, "causal" if it hides exactly what comes later, None if unproven.
 
-    lengths: of queries and keys, where they are not those of the mask. through: what an operand of a body stands for.
+    "causal" is what ``is_causal`` means: query i sees the keys up to i, counted from the first, whatever the number of
+    keys; so does the mask of a prompt before a cache with room for more. lengths: of queries and keys, where they are
+    not those of the mask. through: what an operand of a body stands for.
     changes: what ``may_change`` remembers.
     """
     try:
@@ -466,7 +468,6 @@ def proven_meaning(
         return None
     if not allowed.sums:
         return "all"
-    lengths = tuple(value_of(mask).shape[-2:]) if lengths is None else lengths
-    is_square = same_sizes(value_of(mask).shape[-2:], lengths) and same_sizes(lengths[:1], lengths[1:])
+    is_whole = lengths is None or same_sizes(value_of(mask).shape[-2:], lengths)
     causal = Sum((0,) * (allowed.dimensions - 2) + (1, -1))
-    return "causal" if is_square and allowed.sums == {causal} else None
+    return "causal" if is_whole and allowed.sums == {causal} else None

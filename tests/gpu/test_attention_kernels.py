@@ -1,4 +1,5 @@
-"""Attention on cuDNN where PyTorch's order would run flash: the same results and gradients, by cuDNN's kernels."""
+"""Attention on cuDNN where PyTorch's order would run flash, and after a mask was folded: the same results and
+gradients, by the kernels that were chosen."""
 
 from __future__ import annotations
 
@@ -95,3 +96,34 @@ def test_a_dropout_that_was_spelled_out_never_runs_on_cudnn(order: list[int]) ->
         torch.cuda.synchronize()
     names = [each.key for each in profile.key_averages()]
     assert any("flash" in name for name in names) and not any("cudnn" in name for name in names)
+
+
+class WithRoom(Attention):
+    """The queries of a prompt, and the keys of a cache with room for more, under the mask that says so."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        q, k, v = self.qkv(torch.cat([x, cache], dim=1)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        at = torch.arange(k.shape[2], device=x.device)
+        shown = at[None, :] <= at[: x.shape[1], None]
+        attended = F.scaled_dot_product_attention(q[:, :, : x.shape[1]], k, v, attn_mask=shown)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize(("queries", "room"), [(128, 256), (100, 211), (2, 4000)])
+def test_a_folded_mask_counts_from_the_first_key_where_there_are_more(
+    queries: int, room: int, order: list[int]
+) -> None:
+    torch._C._set_sdp_priority_order(order)
+    model = WithRoom(512, 4).to("cuda", torch.bfloat16)
+    x, cache = (
+        torch.randn(2, n, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, room)
+    )
+    dy = torch.randn_like(x)
+    with manager.recording() as compilations:
+        y = compiled(model, exclude=["*"])(x, cache)
+    assert [each.mask for compilation in compilations for each in compilation.plan.attentions] == ["folded_causal"]
+    expected = model(x, cache)
+    got, wanted = (torch.autograd.grad(each, [x, *model.parameters()], dy) for each in (y, expected))
+    assert cosine(y, expected) > 0.9999
+    assert all(cosine(one, other) > 0.999 for one, other in zip(got, wanted, strict=True))

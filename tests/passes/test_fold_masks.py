@@ -104,13 +104,13 @@ def far_above(x: Tensor) -> Tensor:
     return added_and_scaled(x) / -1e30
 
 
-def folded(model: nn.Module, x: Tensor) -> tuple[int, Tensor, Tensor]:
+def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many masks were folded, and the results with and without te_fp8; linears stay in high precision."""
     fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
     with manager.recording() as records:
-        got = fast(x)
+        got = fast(*inputs)
     count = sum(each.count for record in records for each in record.passes if each.name == "fold_masks")
-    return count, got, model(x)
+    return count, got, model(*inputs)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -138,6 +138,34 @@ def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any
     x = torch.randn(2, LENGTH, 32)
     torch._dynamo.mark_dynamic(x, 1)
     count, got, wanted = folded(Attention(mask), x)
+    assert count == expected
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class WithRoom(nn.Module):
+    """Queries and more keys, as of a prompt whose cache has room for what follows; query i is at ``first + i``."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.qkv, self.first = nn.Linear(32, 96), first
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        q, k, v = self.qkv(torch.cat([x, cache], dim=1)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        at = torch.arange(k.shape[2])
+        shown = at[None, :] <= at[: x.shape[1], None] + self.first
+        return F.scaled_dot_product_attention(q[:, :, : x.shape[1]], k, v, attn_mask=shown)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("first", "expected"), [(0, 1), (1, 0), (5, 0)])
+def test_a_mask_before_a_cache_with_room_is_folded_if_it_begins_at_the_first_key(
+    first: int, expected: int, dynamic: bool
+) -> None:
+    x, cache = torch.randn(2, 8, 32), torch.randn(2, 5, 32)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+        torch._dynamo.mark_dynamic(cache, 1)
+    count, got, wanted = folded(WithRoom(first), x, cache)
     assert count == expected
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -206,6 +234,10 @@ def test_meaning_of_masks() -> None:
     assert meaning(whole.expand(3, 1, 4, 4), 4, 4) == "all"
     assert meaning(whole.tril().expand(3, 1, 4, 4), 4, 4) == "causal"
     assert meaning(whole.triu(), 4, 4) is None
-    assert meaning(torch.ones(4, 6, dtype=torch.bool).tril(), 4, 6) is None  # causal, but not aligned at the end
+    unequal = torch.ones(4, 6, dtype=torch.bool)
+    assert meaning(unequal.tril(), 4, 6) == "causal" and meaning(unequal.mT.tril(), 6, 4) == "causal"
+    assert meaning(unequal.tril(2), 4, 6) is None  # aligned at the end
+    assert meaning(unequal.tril()[:, 1:2], 4, 6) is None  # one column for all keys
+    assert meaning(unequal.tril()[:1], 1, 6) is None
     different = torch.stack([whole.tril(), whole.tril().fill_diagonal_(False)])
     assert meaning(different, 4, 4) is None
