@@ -6,8 +6,11 @@
 ``seconds`` is the first training step, forward and backward, less a later one: Dynamo, AOTAutograd, the passes,
 Inductor, its kernels and their tuning. ``passes_seconds`` is what te_fp8's own passes took of it, by the clock of their
 manager (a collection of garbage falls to whichever pass it interrupts), and ``triton_seconds`` what Triton took for
-kernels in the process itself, one after the other: ours, while Inductor's are compiled by workers. The processes run
-one after the other, for each compiles in several of its own; ``ratio`` is of medians over ``--repeats``.
+kernels in the process itself, one after the other: ours that were not compiled ahead, while Inductor's are compiled by
+workers. ``kernels_ahead``: how many of ours workers compiled meanwhile and a launch then found; ``ahead_in_vain``: as
+something else than the launch wanted; ``ahead_waited``: the seconds that first launches waited for workers. All three,
+as ``triton_seconds``, are of all steps: the second one launches what knows its scales. The processes run one after the
+other, for each compiles in several of its own; ``ratio`` is of medians over ``--repeats``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch
 
 from benchmarks import measure, models
 from benchmarks.models import MODELS, Task
+from te_compile.kernels import ahead
 
 VARIANTS = {"compile": "inductor", "te_fp8": "te_fp8"}
 GOAL = 1.3
@@ -96,6 +100,8 @@ def one_step(name: str, variant: str) -> dict[str, Any]:
     row: dict[str, Any] = {"seconds": first - later, "step_seconds": later}
     row |= {"triton_seconds": kernel_times.seconds, "triton_kernels": kernel_times.kernels}
     if variant == "te_fp8":
+        row |= {"kernels_ahead": ahead.statistics.found, "ahead_in_vain": ahead.statistics.missed}
+        row |= {"ahead_ordered": ahead.statistics.ordered, "ahead_waited": ahead.statistics.waited}
         row["passes_seconds"] = sum(times.seconds.values())
         row["passes_share"] = row["passes_seconds"] / row["seconds"]
         row["passes"] = dict(sorted(times.seconds.items(), key=lambda each: -each[1]))

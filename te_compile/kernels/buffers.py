@@ -37,7 +37,7 @@ _HERE: AbstractContextManager[object] = nullcontext()
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Kernels run on the current device; make that the one that holds ``x``, at no cost if it is already."""
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+    if not x.is_cuda or here.rehearsal is not None or x.get_device() == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(x.device)
 
@@ -45,7 +45,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor on the device of ``like``, which must be the current one if CUDA."""
     # Under deterministic algorithms PyTorch's own fills what is empty, so that whoever reads it shows.
-    if _empty_on_current_device is None or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
+    is_plain = _empty_on_current_device is None or not like.is_cuda or here.rehearsal is not None
+    if is_plain or torch.are_deterministic_algorithms_enabled():
         return torch.empty(size, dtype=dtype, device=like.device)
     size = tuple(size)
     strides = contiguous_strides(size)
@@ -81,7 +82,7 @@ def amax(like: Tensor, which: int = 0) -> Tensor:
     A CUDA graph must clear its own each time that it runs, and what its memory pool must not own may not be made within
     it, so there each one is cleared by itself.
     """
-    if _lent:
+    if _lent and here.rehearsal is None:
         return _lent.pop()
     number = _from_stock(like, f"amax{which}")
     return like.new_zeros((), dtype=torch.float32) if number is None else number
@@ -89,7 +90,9 @@ def amax(like: Tensor, which: int = 0) -> Tensor:
 
 def _from_stock(like: Tensor, kind: str) -> Tensor | None:
     """One of the cleared numbers; None where each must be made by itself."""
-    if not like.is_cuda or _lending["stopped"] or torch.cuda.is_current_stream_capturing():
+    if here.rehearsal is not None or not like.is_cuda or _lending["stopped"]:
+        return None
+    if torch.cuda.is_current_stream_capturing():
         return None
     device = like.get_device()
     number = _next(device, torch._C._cuda_getCurrentRawStream(device), kind)

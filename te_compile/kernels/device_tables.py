@@ -18,6 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from te_compile.kernels.recording import here
 
 ENTRIES = 256  # tables kept; one costs 8 bytes a tensor
 STAGING = 1 << 17  # int64 elements of pinned memory for tables that are new during a capture: 1 MiB
@@ -29,6 +32,8 @@ _staging: dict[str, Tensor] = {}
 
 def device_table(key: Hashable, build: Callable[[], Tensor], device: torch.device) -> Tensor:
     """The tensor that ``build`` makes on the CPU, on ``device``; ``key`` must tell apart all different contents."""
+    if here.rehearsal is not None:
+        return _fake_table(build, device)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     table = _tables.get((key, device))
     if table is None:
@@ -42,6 +47,14 @@ def device_table(key: Hashable, build: Callable[[], Tensor], device: torch.devic
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n]: these addresses."""
     return device_table(addresses, lambda: torch.tensor(addresses, dtype=torch.int64), device)
+
+
+def _fake_table(build: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What stands for the table while no kernel is launched. Built in earnest, for what else is made on the way may be
+    kept for later calls."""
+    with unset_fake_temporarily():
+        contents = build()
+    return torch.empty(contents.shape, dtype=contents.dtype, device=device)
 
 
 def _add_table(key: Hashable, contents: Tensor, device: torch.device) -> Tensor:

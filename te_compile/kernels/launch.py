@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_compile.kernels import ahead
 from te_compile.kernels.recording import STREAM, here
 
 Programs = tuple[int, int, int]
@@ -29,6 +30,9 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
     arguments: all parameters that are not constants, in their order, a tensor of the current device among them;
     constants: the others, and num_warps.
     """
+    if here.rehearsal is not None:
+        here.rehearsal.launched(kernel, arguments, constants)
+        return
     programs = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
     if triton.knobs.runtime.interpret:
         kernel[programs](*arguments, **constants)
@@ -58,6 +62,8 @@ class Repeated:
         """Launch on the current stream."""
         if self.bound is not None:
             _run(*self.bound)
+        elif here.rehearsal is not None:
+            here.rehearsal.launched(self.kernel, self.arguments, self.constants)
         elif triton.knobs.runtime.interpret:
             self.kernel[self.programs](*self.arguments, **self.constants)
         else:
@@ -105,8 +111,10 @@ def _form_of(number: int) -> int:
 def _compile(
     key: tuple[Any, ...], kernel: Any, programs: Programs, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Any]:
-    """Compile the kernel, which runs it, and keep it under ``key``."""
+    """Compile the kernel, or load what was compiled ahead, which runs it, and keep it under ``key``."""
+    expected = ahead.awaited(kernel, arguments, constants)
     compiled = kernel[programs](*arguments, **constants)
+    ahead.note_use(expected, compiled)
     rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     found = _compiled[key] = compiled, rest, kernel  # the kernel too: while it lives no other has its id
     return found

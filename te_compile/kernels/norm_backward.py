@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -149,8 +150,8 @@ def _device_limits(index: int) -> tuple[int, int]:
     """How many SMs there are, and the shared memory of each in bytes. For the interpreter, four."""
     if INTERPRETED:
         return 4, 1 << 18
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties["multiprocessor_count"], properties["max_shared_mem"]
+    properties: Any = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def _as_rows(matrix: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import device_table
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import scale_from_amax
+from te_compile.kernels.recording import address_of
 from te_compile.recipe import ScaleRule
 
 SCALE = tl.constexpr(0)
@@ -64,14 +65,14 @@ def _row_table(states: Sequence[Tensor]) -> Tensor:
     A step looks it up before it launches its first product, so little is asked of each tensor. Addresses alone would
     not do, for memory is used again, with other rows and histories; within a list all rows are equally long.
     """
-    key = (states[0].stride(0), *map(Tensor.data_ptr, states), *map(Tensor.numel, states))
+    key = (states[0].stride(0), *map(address_of, states), *map(Tensor.numel, states))
     return device_table(key, lambda: _rows_of(states), states[0].device)
 
 
 def _rows_of(states: Sequence[Tensor]) -> Tensor:
     addresses: list[int] = []
     for state in states:
-        start, step = state.data_ptr(), state.stride(0) * state.element_size()
+        start, step = address_of(state), state.stride(0) * state.element_size()
         addresses.extend(range(start, start + step * state.shape[0], step))
     return torch.tensor(addresses, dtype=torch.int64)
 

@@ -29,6 +29,7 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import Repeated
 from te_compile.kernels.quantize import TRITON_DTYPES, record_amax, rule_constants, scale_from_amax
+from te_compile.kernels.recording import address_of
 from te_compile.kernels.weights import (
     FIELDS,
     NOT_WANTED,
@@ -138,7 +139,7 @@ def _line_table(matrices: Sequence[Tensor]) -> Tensor:
     """int64 [lines]: the address of each line that is looked at."""
     element = matrices[0].element_size()
     places = line_places(tuple(matrix.numel() for matrix in matrices), element)
-    return torch.cat([place * element + matrix.data_ptr() for place, matrix in zip(places, matrices, strict=True)])
+    return torch.cat([place * element + address_of(matrix) for place, matrix in zip(places, matrices, strict=True)])
 
 
 class TritonRefresher:
@@ -151,10 +152,10 @@ class TritonRefresher:
         self.layout, self.outputs = layout, outputs
         like = self.like = outputs[2]
         matrices = layout.matrices(weights)
-        addresses = tuple(matrix.data_ptr() for matrix in matrices)
+        addresses = tuple(map(address_of, matrices))
         with on_device_of(like):
             self.addresses = address_table(addresses, like.device)
-            self.rows = None if rows is None else address_table(tuple(row.data_ptr() for row in rows), like.device)
+            self.rows = None if rows is None else address_table(tuple(map(address_of, rows)), like.device)
             lines = ("lines", addresses, layout.shapes, matrices[0].element_size())
             self.lines = device_table(lines, lambda: _line_table(matrices), like.device)
             places = (layout.shapes, self._starts(layout.row_starts), self._starts(layout.column_starts), TILE)

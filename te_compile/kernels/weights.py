@@ -39,6 +39,7 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
+from te_compile.kernels.recording import address_of
 from te_compile.ops.quantize import padded
 from te_compile.ops.weights import SCALE_STRIDE
 from te_compile.recipe import ScaleRule
@@ -205,7 +206,7 @@ def quantize_weights(
     target, epsilon, power_2 = rule_constants(rule, dtype)
     shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
     places = (shapes, tuple(row_starts), tuple(column_starts), tile)
-    addresses = tuple(weight.data_ptr() for weight in weights)
+    addresses = tuple(map(address_of, weights))
     constants = {
         "ELEMENT": TRITON_DTYPES[like.dtype],
         "ALIGNED": all(at % 16 == 0 for at in addresses) and all(columns % 16 == 0 for _, columns in shapes),

@@ -74,7 +74,7 @@ def fused_quantize_triton(
 
     if any(tensor.numel() == 0 for tensor in inputs):  # an empty batch has no tile to launch
         return fused_quantize_reference(inputs, scale, spec, dtype, rowwise, columnwise, rule)
-    measure = scale is None or calibration.pending()
+    measure = calibration.must_measure(scale)
     return pointwise.fused_quantize(inputs, scale, spec, dtype, rowwise, columnwise, rule, measure)
 
 

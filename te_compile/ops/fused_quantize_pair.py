@@ -59,7 +59,7 @@ def fused_quantize_pair_triton(
 
     if any(tensor.numel() == 0 for tensor in inputs):  # an empty batch has no tile to launch
         return fused_quantize_pair_reference(inputs, scales, spec, dtype, layouts, rule)
-    measure = None in scales or calibration.pending()
+    measure = any(map(calibration.must_measure, scales))
     return pointwise.fused_quantize_pair(inputs, scales, spec, dtype, layouts, rule, measure)
 
 

@@ -65,7 +65,7 @@ class Layout:
         """Where each matrix's transposed codes start among all."""
         return tuple(column_places(self._sized, self.columnwise)[0])
 
-    @cached_property
+    @property
     def _sized(self) -> list[Tensor]:
         return [torch.empty(shape, device="meta") for shape in self.copies]
 
