@@ -50,7 +50,6 @@ def te_fp8(
     plan = Plan()
     compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
     signature = rewrite(gm, example_inputs, chosen, compilation)
-    compilation.groups = signature.groups
     added = example_inputs_of(signature, chosen.recipe)
     compiled = COMPILERS[chosen.compiler](gm, [*added, *example_inputs], chosen, compilation)
     if not signature.added:  # nothing in FP8, nothing to look up

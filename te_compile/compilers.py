@@ -122,7 +122,7 @@ class KernelsAhead:
         ahead.compile_ahead(self.later)
 
     def _launches(self, graph: Graph, missing: bool) -> list[ahead.Launch]:
-        groups = self.compilation.groups
+        groups = self.compilation.plan.groups
         return [*rehearse_copies(groups, self.stateful, missing), *rehearse(graph, missing)]
 
 

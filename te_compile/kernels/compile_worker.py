@@ -9,7 +9,6 @@ because the hash is made by Triton's own functions of the same things, and if it
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -26,6 +25,9 @@ from triton.backends.nvidia import driver as nvidia_driver
 from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_source
 from triton.runtime.jit import create_function_from_signature
+
+from te_compile.kernels.generated import load_from
+from te_compile.kernels.kernel_hashes import hash_from_below
 
 PREFIXES = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_", "USE_IR_LOC", "CC")
 """Of the variables that Triton reads."""
@@ -99,6 +101,7 @@ def source_of(
     kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any], capability: tuple[int, int]
 ) -> tuple[ASTSource, dict[str, Any]]:
     """What ``kernel[grid](*arguments, **constants)`` would compile on such a GPU, and by which options."""
+    hash_from_below(kernel)
     backend = make_backend(target_of(capability))
     named = dict(constants)
     named["debug"] = named.get("debug", kernel.debug) or knobs.runtime.debug
@@ -119,15 +122,6 @@ def _kernel(order: Order) -> Any:
         except ModuleNotFoundError:  # one that was written by kernels/pointwise.py
             module = load_from(order.module, order.file)
     return getattr(module, order.name)
-
-
-def load_from(name: str, file: str) -> Any:
-    """The module in ``file``, which is on nobody's path."""
-    found = importlib.util.spec_from_file_location(name, file)
-    assert found is not None and found.loader is not None, f"{file} is no module"
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def _build_launcher(source: ASTSource, compiled: Any) -> str:

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from te_compile.kernels import ahead
+from te_compile.kernels.kernel_hashes import hash_from_below
 from te_compile.kernels.recording import STREAM, here
 
 Programs = tuple[int, int, int]
@@ -112,6 +113,7 @@ def _compile(
     key: tuple[Any, ...], kernel: Any, programs: Programs, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Any]:
     """Compile the kernel, or load what was compiled ahead, which runs it, and keep it under ``key``."""
+    hash_from_below(kernel)
     expected = ahead.awaited(kernel, arguments, constants)
     compiled = kernel[programs](*arguments, **constants)
     ahead.note_use(expected, compiled)

@@ -24,11 +24,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import itertools
 import math
 import os
-import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +40,7 @@ from te_compile.kernels import buffers
 from te_compile.kernels.algebra import BELL, LOGISTIC, NORMAL_CDF, simplified
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
+from te_compile.kernels.generated import load_from
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import Tile, rule_constants
 from te_compile.kernels.spellings import (
@@ -383,12 +382,7 @@ def _file_of(text: str) -> Path:
 def kernels(spec: Spec) -> ModuleType:
     """The module generated for ``spec``, with its kernels ``measure`` and ``produce``."""
     path = _file_of(source(spec))
-    name = f"te_compile_generated.{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_from(f"te_compile_generated.{path.stem}", str(path))
 
 
 # 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.fx import Graph
 
-from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.plan import Plan
 from te_compile.passes.text import graph_text, ops_text
 
@@ -41,8 +40,7 @@ class PassRecord:
 
 @dataclass
 class Compilation:
-    """Everything that happened to one captured graph. ``number`` counts compilations in this process; ``groups``: the
-    weights whose FP8 copies are made outside of the graph."""
+    """Everything that happened to one captured graph. ``number`` counts compilations in this process."""
 
     plan: Plan
     recipe: str
@@ -50,7 +48,6 @@ class Compilation:
     number: int = field(default_factory=lambda: next(_NUMBERS))
     passes: list[PassRecord] = field(default_factory=list)
     joint: Graph | None = None
-    groups: list[WeightGroup] = field(default_factory=list)
     keep_graphs: bool = False
 
     def run(self, name: str, work: Callable[[], int], graph: Graph) -> int:

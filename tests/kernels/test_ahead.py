@@ -91,7 +91,7 @@ def steps_on_a_pretended_gpu(recipe: str, jobs: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "jobs"), [("delayed", 3), ("current", 0)])
+@pytest.mark.parametrize(("recipe", "jobs"), [("delayed", 6), ("current", 2)])
 def test_what_steps_launch_was_all_rehearsed_and_has_the_hash_that_triton_looks_for(recipe: str, jobs: int) -> None:
     found = steps_on_a_pretended_gpu(recipe, jobs)
     first, later = map(set, found["ahead"])
