@@ -117,13 +117,15 @@ def _order(launches: Iterable[Launch]) -> int:
         pool.submit(compile_worker.fill_driver, environment)
     count = 0
     for launch in launches:
+        capability = torch.cuda.get_device_capability(launch.device)
+        compile_worker.decide_on_ptxas(capability)
         order = compile_worker.Order(
             launch.kernel.fn.__module__,
             launch.kernel.fn.__code__.co_filename,
             launch.kernel.fn.__name__,
             launch.arguments,
             launch.constants,
-            torch.cuda.get_device_capability(launch.device),
+            capability,
             environment,
         )
         _orders[launch.form] = pool.submit(compile_worker.fill, order)

@@ -32,6 +32,9 @@ from te_compile.kernels.kernel_hashes import hash_from_below
 PREFIXES = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_", "USE_IR_LOC", "CC")
 """Of the variables that Triton reads."""
 
+PTXAS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+"""Of these, those that say which ptxas; from Triton 3.9 on the second one counts on Hopper as well."""
+
 
 @dataclass(frozen=True)
 class Pointer:
@@ -79,6 +82,12 @@ def triton_environment() -> dict[str, str]:
 def target_of(capability: tuple[int, int]) -> GPUTarget:
     """As Triton's driver says it of a GPU with this compute capability."""
     return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+
+def decide_on_ptxas(capability: tuple[int, int]) -> None:
+    """Have Triton ask now which ptxas this process has, which is part of each kernel's hash. It asks once, and Inductor
+    may point to another one before the first launch."""
+    make_backend(target_of(capability)).hash()
 
 
 def fill(order: Order) -> Answer:
@@ -150,5 +159,5 @@ def _replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
     for name in old.keys() - new.keys():
         os.environ.pop(name, None)
     os.environ.update(new)
-    if old.get("TRITON_PTXAS_PATH") != new.get("TRITON_PTXAS_PATH"):
+    if any(old.get(name) != new.get(name) for name in PTXAS):
         nvidia_compiler.get_ptxas_version.cache_clear()  # part of each hash, and asked only once

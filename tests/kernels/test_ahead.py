@@ -241,12 +241,15 @@ def test_repeated_launches_are_rehearsed_too() -> None:
 # --- workers ---
 
 
-def test_a_worker_has_the_environment_of_the_order_only_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "mine")
+@pytest.mark.parametrize("variable", compile_worker.PTXAS)
+def test_a_worker_has_the_environment_of_the_order_only_while_it_works(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "mine")
     monkeypatch.setenv("TRITON_ONLY_HERE", "1")
     before, version = dict(os.environ), compile_worker.nvidia_compiler.get_ptxas_version
     cleared: list[str | None] = []
-    replacement = SimpleNamespace(cache_clear=lambda: cleared.append(os.environ.get("TRITON_PTXAS_PATH")))
+    replacement = SimpleNamespace(cache_clear=lambda: cleared.append(os.environ.get(variable)))
     monkeypatch.setattr(compile_worker.nvidia_compiler, "get_ptxas_version", replacement)
     with compile_worker._environment({"TRITON_CACHE_DIR": "theirs"}):
         assert compile_worker.triton_environment() == {"TRITON_CACHE_DIR": "theirs"}

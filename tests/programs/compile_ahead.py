@@ -18,12 +18,15 @@ import hashlib
 import json
 import random
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
 from triton.runtime import _async_compile
 from triton.runtime.cache import get_cache_key
 
@@ -77,6 +80,24 @@ def note_launches(seen: dict[Any, Any]) -> None:
         return found
 
     launching._compile, launching._run = note, lambda *_: None
+
+
+def give_workers_another_ptxas() -> None:
+    """Inductor's workers take the ptxas that PyTorch brings, where it brings one. Here it is one of another version,
+    which compiles nothing."""
+    with tempfile.NamedTemporaryFile("w", suffix="ptxas", delete=False) as file:
+        file.write("#!/bin/sh\n[ $1 = --version ] && echo release 1.2, V1.2.3\n")
+    Path(file.name).chmod(0o755)
+    take = f"""
+import os, time
+from triton.backends.nvidia import compiler
+os.environ["TRITON_PTXAS_PATH"] = os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = {file.name!r}
+compiler.get_ptxas_version.cache_clear()
+assert "V1.2.3" in compiler.get_ptxas_version(90)
+time.sleep(0.2)  # so that the other worker takes one of these jobs too
+"""
+    for job in [AsyncCompile.process_pool().submit(exec, take, {}) for _ in range(6)]:
+        job.result(timeout=300)
 
 
 def hash_of(launch: ahead.Launch) -> str:
@@ -145,6 +166,8 @@ def main(recipe: str, jobs: int) -> None:
         calibration._waiting.clear()  # all scales are known, though no launch has written them
     both = {**expected[True], **expected[False]}
     hashes = {form: hash_of(launch) for form, launch in both.items()}
+    if jobs:
+        give_workers_another_ptxas()
     some = random.sample(list(both.items()), min(jobs, len(both)))
     answers = [(hashes[form], *ordered(launch)) for form, launch in some]
     print(
