@@ -21,12 +21,14 @@ from torch import Tensor
 from torch._inductor import async_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_compile.kernels import ahead, compile_worker
+from te_compile.kernels import ahead, compile_worker, fp8_attention, grouped_gemm
 from te_compile.kernels.compile_worker import Answer, Pointer
 from te_compile.kernels.launch import Repeated, launch
 from te_compile.kernels.quantize import quantize
 from te_compile.kernels.recording import address_of, rehearsing
 from te_compile.ops import calibration
+from te_compile.ops.library import implementations
+from te_compile.ops.triton_implementations import TRITON
 from te_compile.recipe import ScaleRule
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,15 @@ def test_a_worker_that_fails_is_told_of_and_nothing_else(pool: Pool, caplog: pyt
     assert "out of paper" in caplog.text
 
 
+def test_a_kernel_without_its_launcher_is_one_all_the_same(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.work = lambda order: Answer("the hash", 0.1, "no compiler for C")
+    kernel = Kernel()
+    ahead.compile_ahead([ahead.rehearsed(kernel, arguments(), {})])
+    with caplog.at_level(logging.INFO, "te_compile"):
+        assert ahead.awaited(kernel, arguments(), {}) == "the hash"
+    assert "no compiler for C" in caplog.text
+
+
 def test_a_pool_that_cannot_be_had_is_told_of_and_nothing_else(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,6 +230,50 @@ def test_a_rehearsal_launches_nothing_and_has_no_memory(missing: bool) -> None:
     assert [kernel.__name__ for kernel, _, _ in notes.launches] == ["_measure_kernel"] * missing + ["_quantize_kernel"]
     assert notes.launches[-1][2]["MEASURED"] == missing
     assert not calibration.must_measure(scales[1]) or calibration.pending(), "outside all is as it was"
+
+
+def operator_calls() -> dict[str, Callable[[], Any]]:
+    """Operators that the steps above do not have, as they are called where a Triton kernel runs them."""
+    one, ends = torch.empty(()), torch.empty(4, dtype=torch.int32)
+    wide, tall = torch.empty(96, 64).to(E4M3), torch.empty(4, 32, 64).to(E4M3)
+    heads = torch.empty(2, 16, 4, 32).to(E4M3)
+    values = torch.empty(4 * 32, 2 * 16).to(E4M3)
+    call = implementations
+    return {
+        "_grouped_gemm_kernel": lambda: call["grouped_gemm"](
+            wide, tall, one, one, ends, torch.bfloat16, "fast", "a product", TRITON
+        ),
+        "_grouped_wgrad_kernel": lambda: call["grouped_wgrad"](
+            wide, wide, one, one, ends, torch.bfloat16, "split", "a product", TRITON
+        ),
+        "_fp8_attention_kernel": lambda: call["fp8_attention"](
+            heads, heads, values, one, one, one, True, 0.5, torch.bfloat16, "attention", TRITON
+        ),
+    }
+
+
+@pytest.mark.parametrize("kernel", ["_grouped_gemm_kernel", "_grouped_wgrad_kernel", "_fp8_attention_kernel"])
+def test_products_of_experts_and_attention_are_rehearsed_as_they_are_launched(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, real = Notes(), Notes()
+    with FakeTensorMode():
+        fake_call = operator_calls()[kernel]
+        with rehearsing(notes):
+            fake_call()
+    real_call = operator_calls()[kernel]
+    for module in (grouped_gemm, fp8_attention):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *given, **named: real.launched(kernel, given, named))
+    real_call()
+    ((rehearsed, fakes, constants),) = notes.launches
+    assert rehearsed.__name__ == kernel
+    ((launched, given, named),) = real.launches
+    assert launched is rehearsed and named == constants
+    for fake, argument in zip(fakes, given, strict=True):
+        if isinstance(argument, Tensor):
+            assert (fake.dtype, fake.shape, fake.stride()) == (argument.dtype, argument.shape, argument.stride())
+        else:
+            assert fake == argument
 
 
 def test_in_a_rehearsal_a_view_begins_where_it_begins_in_its_storage() -> None:
