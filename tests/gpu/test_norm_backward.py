@@ -126,3 +126,12 @@ def test_it_is_what_a_gpu_takes_and_longer_rows_are_told_why_not() -> None:
     for columns, dtype in ((16385, BF16), (8193, FP32)):
         name, reasons = choice(columns, dtype)
         assert name == registry.REFERENCE and f"K={columns}" in reasons[0]
+
+
+def test_the_device_is_as_large_as_triton_says() -> None:
+    triton = pytest.importorskip("triton")
+    from te_compile.kernels.norm_backward import _device_limits
+
+    index = torch.cuda.current_device()
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    assert _device_limits(index) == (properties["multiprocessor_count"], properties["max_shared_mem"])
