@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,15 @@ class Launch:
 statistics = Statistics()
 _orders: dict[Form, Any] = {}  # futures of answers, until the first launch
 _known: set[Form] = set()  # all that were ever ordered
+
+
+def _forget() -> None:
+    _orders.clear()
+    _known.clear()
+
+
+if hasattr(os, "register_at_fork"):  # a forked child never hears from its parent's workers
+    os.register_at_fork(after_in_child=_forget)
 
 
 def form_of(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> tuple[Form, int]:

@@ -312,3 +312,16 @@ def test_a_worker_has_the_environment_of_the_order_only_while_it_works(
     assert dict(os.environ) == before
     assert cleared == [None, "mine"], "the version of ptxas is asked again"
     assert hasattr(version, "cache_clear")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_waits_for_nobody() -> None:
+    form = ("ordered before the fork",)
+    ahead._orders[form] = Future()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(len(ahead._orders))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        del ahead._orders[form]
