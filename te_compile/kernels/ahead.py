@@ -120,15 +120,13 @@ def _order(launches: Iterable[Launch]) -> int:
 
     from te_compile.kernels import compile_worker
 
-    environment = compile_worker.triton_environment()
     AsyncCompile.use_process_pool()  # so that Inductor hears that its workers are ready before they turn to ours
     pool = AsyncCompile.process_pool()
     if not statistics.ordered:
-        pool.submit(compile_worker.fill_driver, environment)
+        pool.submit(compile_worker.fill_driver, compile_worker.triton_environment())
     count = 0
     for launch in launches:
         capability = torch.cuda.get_device_capability(launch.device)
-        compile_worker.decide_on_ptxas(capability)
         order = compile_worker.Order(
             launch.kernel.fn.__module__,
             launch.kernel.fn.__code__.co_filename,
@@ -136,7 +134,7 @@ def _order(launches: Iterable[Launch]) -> int:
             launch.arguments,
             launch.constants,
             capability,
-            environment,
+            compile_worker.environment_for(capability),
         )
         _orders[launch.form] = pool.submit(compile_worker.fill, order)
         _known.add(launch.form)

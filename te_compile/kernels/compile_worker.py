@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,15 +80,23 @@ def triton_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
 
 
+def environment_for(capability: tuple[int, int]) -> dict[str, str]:
+    """Those, but for the ptxas that this process decided on."""
+    now = {name: value for name, value in triton_environment().items() if name not in PTXAS}
+    return now | decided_ptxas(capability)
+
+
 def target_of(capability: tuple[int, int]) -> GPUTarget:
     """As Triton's driver says it of a GPU with this compute capability."""
     return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
 
-def decide_on_ptxas(capability: tuple[int, int]) -> None:
-    """Have Triton ask now which ptxas this process has, which is part of each kernel's hash. It asks once, and Inductor
-    may point to another one before the first launch."""
+@cache
+def decided_ptxas(capability: tuple[int, int]) -> dict[str, str]:
+    """The variables by which this process found its ptxas when it was first asked. The version is part of each hash;
+    Triton asks for it once, which is now, and Inductor may point to another one before a launch or an order."""
     make_backend(target_of(capability)).hash()
+    return {name: os.environ[name] for name in PTXAS if name in os.environ}
 
 
 def fill(order: Order) -> Answer:

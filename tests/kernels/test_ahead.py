@@ -297,6 +297,22 @@ def test_repeated_launches_are_rehearsed_too() -> None:
 
 
 @pytest.mark.parametrize("variable", compile_worker.PTXAS)
+def test_later_orders_are_for_the_ptxas_of_the_first(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Inductor points this process to another one when it compiles a kernel here; Triton has asked before."""
+    monkeypatch.setattr(compile_worker, "decided_ptxas", cache(compile_worker.decided_ptxas.__wrapped__))
+    monkeypatch.delenv(variable, raising=False)
+    kernel = Kernel()
+    for rows, directory in ((48, "here"), (1, "there")):
+        monkeypatch.setenv("TRITON_CACHE_DIR", directory)
+        assert ahead.compile_ahead([ahead.rehearsed(kernel, arguments(rows), {"num_warps": 4})]) == 1
+        monkeypatch.setenv(variable, "another")
+    assert [order.environment["TRITON_CACHE_DIR"] for order in pool.orders] == ["here", "there"]
+    assert all(variable not in order.environment for order in pool.orders)
+
+
+@pytest.mark.parametrize("variable", compile_worker.PTXAS)
 def test_a_worker_has_the_environment_of_the_order_only_while_it_works(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
