@@ -47,3 +47,19 @@ def test_a_row_asks_the_textbook_where_a_cosine_is_low(monkeypatch: pytest.Monke
     monkeypatch.setattr(models, "COSINE", 1.1)
     row = models.check(in_fp8("*.1.mlp.experts.*"), MIXTURE.inputs(), training=True)
     assert row["cosine"] < 1 and row["textbook_cosine"] < 1 and "wrong" not in row
+
+
+def test_logits_are_held_against_the_textbook_where_they_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models, "LOGITS_DB", 100.0)
+    task = Task("llama8b", "prefill", "sdpa", torch.bfloat16)
+    inputs = task.inputs()
+    row = models.check(models.compiled(task, backend="te_fp8", options={"compiler": "aot_eager"}), inputs, False)
+    assert abs(row["logits_db"] - row["textbook_db"]) < 1 and "wrong" not in row
+    model = task.build()
+    expected = models.call_once(Runnable(model, model), inputs, False)
+    noisy = expected + expected.std() * torch.randn_like(expected)
+    statuses = {"model.layers.0.mlp.up_proj": [True]}
+    assert "textbook FP8" in models.check_logits(model, inputs, expected, noisy, statuses)["wrong"]
+    with pytest.raises(LookupError, match="1 products in FP8, and te_fp8 2"):
+        models.check_logits(model, inputs, expected, noisy, {"model.layers.0.mlp.up_proj": [True], "no": [True]})
