@@ -7,9 +7,9 @@ for a value that is emitted. An H200 copies 4.27 TB/s (read and written bytes to
     8192 × 4096           134 MB     31 µs         201 MB     47 µs                  268 MB     63 µs
     8192 × 16384          537 MB    126 µs         805 MB    189 µs                 1074 MB    252 µs
 
-That is about 28 instructions an element for n = 1: less than an accurate tanh or erf costs, hence the forms below, which
-are as accurate as fp32 in bulk needs (a few units in the last place) and no more. ``python -m benchmarks.instructions``
-counts them.
+That is about 28 instructions an element for n = 1: less than an accurate tanh or erf costs, hence the forms below,
+which are as accurate as fp32 in bulk needs (a few units in the last place) and no more.
+``python -m benchmarks.instructions`` counts them.
 
 The generated file holds one function with the spec's statements, one a line, and two kernels around it that differ
 only in what they do with z: ``measure`` takes its amax when no scale is known, ``produce`` writes everything else. A

@@ -69,8 +69,10 @@ def _products_of(site: Site) -> int:
 
 def _attention_time(attention: Attention, training: bool) -> float:
     """The device's time for one attention; 0 for what is no call of SDPA, or of unknown shape."""
+    if attention.status == "stays":  # its node is a softmax
+        return 0.0
     q, k = (value_of(argument(attention.node, place, name)) for place, name in ((0, "query"), (1, "key")))
-    if attention.status == "stays" or not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dim() < 3:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dim() < 3:
         return 0.0
     *leading, queries, width = map(size_hint, q.shape)
     heads = math.prod(leading)

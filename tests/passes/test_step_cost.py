@@ -15,6 +15,7 @@ from te_compile.options import Options
 from te_compile.passes import select, speed, step_cost
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Cause, Plan
+from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.select import select_linears
 from te_compile.passes.speed import HostCost
 from te_compile.passes.step_cost import device_gain, high_precision_step, too_dear_to_launch, with_fp8
@@ -153,6 +154,18 @@ def test_attention_counts_as_time_of_the_device(causal: bool) -> None:
     flops = 4 * (2 * 4) * 32 * 32 * 16 * (0.5 if causal else 1)
     expected = 3.5 * flops / speed.ATTENTION_FLOPS_PER_MICROSECOND
     assert high_precision_step(plan, True).device == pytest.approx(expected)
+
+
+def test_attention_that_stays_as_it_is_written_is_not_counted() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(torch.tanh(q @ k.mT), -1) @ v
+
+    gm, _ = captured(capped, *(torch.randn(2, 4, 32, 16) for _ in range(3)))
+    recognise_attention(gm.graph)
+    plan = Plan()
+    find_attentions(*regions_of(gm), plan)
+    assert [attention.status for attention in plan.attentions] == ["stays"]
+    assert high_precision_step(plan, True).device == 0
 
 
 def test_the_rule_reads_real_sites_and_asks_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
