@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.kernels import SPECS, SWIGLU_BACKWARD
 from benchmarks.measure import Rows
-from te_compile.kernels.ahead import Launch, rehearsed
+from te_compile.kernels.ahead import Launch, Notes
 from te_compile.kernels.compile_worker import source_of, target_of
 from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
 from te_compile.kernels.recording import rehearsing
@@ -43,19 +43,6 @@ SHAPE = (8192, 16384)
 REGISTERS, WARPS, GRANULE = 65536, 64, 256  # of a multiprocessor; a warp's registers come in such portions
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-
-
-class Launches:
-    """The launches of a rehearsal, with scales known."""
-
-    missing = False
-
-    def __init__(self) -> None:
-        self.made: list[Launch] = []
-
-    def launched(self, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-        """See :class:`te_compile.kernels.recording.Rehearsal`."""
-        self.made.append(rehearsed(kernel, arguments, constants))
 
 
 @dataclass(frozen=True)
@@ -78,15 +65,15 @@ class Code:
 
 def producer(text: str) -> Launch:
     """The launch that writes the FP8 copies of what a spec computes, on :data:`SHAPE`."""
-    spec, rule, launches = Spec.parse(text), ScaleRule(), Launches()
-    with FakeTensorMode(), rehearsing(launches):
+    spec, rule, notes = Spec.parse(text), ScaleRule(), Notes(missing=False)
+    with FakeTensorMode(), rehearsing(notes):
         inputs = [torch.empty(SHAPE, dtype=torch.bfloat16, device="cuda") for _ in spec.inputs]
         scale = torch.empty((), device="cuda")
         if spec.second:
             fused_quantize_pair(inputs, [scale] * 2, spec, torch.float8_e5m2, [(True, True)] * 2, rule, False)
         else:
             fused_quantize(inputs, scale, spec, torch.float8_e4m3fn, True, True, rule, False)
-    (found,) = (each for each in launches.made if each.kernel.fn.__name__ == "produce")
+    (found,) = (each for each in notes.launches if each.kernel.fn.__name__ == "produce")
     return found
 
 

@@ -87,6 +87,17 @@ def rehearsed(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) 
     return Launch(kernel, tuple(map(_described, arguments)), constants, device, form)
 
 
+class Notes:
+    """The launches of a rehearsal. ``missing``: of one in which scales may be missing."""
+
+    def __init__(self, missing: bool) -> None:
+        self.missing, self.launches = missing, list[Launch]()
+
+    def launched(self, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+        """See :class:`te_compile.kernels.recording.Rehearsal`."""
+        self.launches.append(rehearsed(kernel, arguments, constants))
+
+
 def _described(argument: Any) -> Any:
     from te_compile.kernels.compile_worker import Pointer
 

@@ -10,7 +10,7 @@ An FP8 state that has seen no data has no scale, and what a step launches then d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_compile.kernels.ahead import Launch, rehearsed
+from te_compile.kernels.ahead import Launch, Notes
 from te_compile.kernels.recording import rehearsing
 from te_compile.ops import registry
 from te_compile.ops.library import implementations
@@ -34,21 +34,10 @@ LOG = logging.getLogger("te_compile")
 STATE = (2, 2)  # as much of one as tells where its rows are
 
 
-class _Notes:
-    """The launches of a rehearsal."""
-
-    def __init__(self, missing: bool) -> None:
-        self.missing, self.launches = missing, list[Launch]()
-
-    def launched(self, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-        """See :class:`te_compile.kernels.recording.Rehearsal`."""
-        self.launches.append(rehearsed(kernel, arguments, constants))
-
-
 def rehearse(graph: Graph, missing: bool) -> list[Launch]:
     """The launches of all te:: nodes that Triton kernels run, while scales are ``missing`` or after. Nodes whose shapes
     are not known yet are left out, and so are those whose code asks more of tensors than a fake one can say."""
-    notes = _Notes(missing)
+    notes = Notes(missing)
     met = set()
     for node in graph.nodes:
         values = _runnable(node)
@@ -98,7 +87,7 @@ def _is_constant(leaf: Any) -> bool:
     return not isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _rehearse(notes: _Notes, name: str, call: Callable[[], Any], values: Any) -> None:
+def _rehearse(notes: Notes, name: str, call: Callable[[], Any], values: Any) -> None:
     fake = next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, FakeTensor))
     try:
         with _stage(fake.fake_mode, notes):
@@ -108,7 +97,7 @@ def _rehearse(notes: _Notes, name: str, call: Callable[[], Any], values: Any) ->
 
 
 @contextmanager
-def _stage(fake_mode: FakeTensorMode, notes: _Notes) -> Iterator[None]:
+def _stage(fake_mode: FakeTensorMode, notes: Notes) -> Iterator[None]:
     with _disable_current_modes(), fake_mode, torch.no_grad(), rehearsing(notes):
         yield
 
@@ -116,7 +105,7 @@ def _stage(fake_mode: FakeTensorMode, notes: _Notes) -> Iterator[None]:
 def rehearse_copies(groups: Iterable[WeightGroup], stateful: bool, missing: bool) -> list[Launch]:
     """The launches that make the FP8 copies of ``groups`` (weight_cache.py): those that make them from nothing, and,
     once scales are there, those that check them and make them anew. ``stateful``: are scales those of states?"""
-    notes = _Notes(missing)
+    notes = Notes(missing)
     for group in groups:
         if set(group.implementations.values()) == {TRITON}:
             weights = [node.meta["example_value"] for node in group.weights]
