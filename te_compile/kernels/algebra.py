@@ -30,8 +30,8 @@ BELL = "bell"
 NORMAL_CDF = "normal_cdf"
 """(1 + erf(u)) / 2 from (x, ERFC_RATE · u / x, e^-u²), where x has the sign of u."""
 
-_LOG2_E = 1.4426950408889634
-_PER_SIGMOID = -1.4426950408889634  # sigmoid(u) = 1 / (1 + 2^(u · this)), -1 / ln 2
+_LOG2_E = 1.4426950408889634  # 1 / ln 2
+_PER_SIGMOID = -_LOG2_E  # sigmoid(u) = 1 / (1 + 2^(u · this))
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100  # constants beyond are left apart: fp32 might not hold what they make
 # Instructions, roughly: a logistic function is an exponential, an addition and a reciprocal.
 _WORK = {

@@ -10,7 +10,7 @@ that a model spells out, with a dropout of its own, must not come to that by bec
 
 Only what nobody else has decided is decided here: an order of kernels, a kernel switched off or an environment variable
 that the user has set stands, as does the draw of a dropout that the model itself asks a kernel for. Nor does a faster
-kernel help a step in which the GPU waits for the host, which cuDNN keeps longer than flash does (``cost_model``).
+kernel help a step in which the GPU waits for the host: by the estimate of ``cost_model`` it keeps PyTorch's.
 """
 
 from __future__ import annotations
@@ -153,11 +153,15 @@ def choose_attention_kernels(
     """
     if any(_chooses_itself(region.graph) for region in regions):
         return 0
-    speed_counts = not waits_for_host(plan, options, torch.is_grad_enabled())
     graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    changeable = [index for index, attention in enumerate(plan.attentions) if _may_change(attention, graphs)]
+    if not changeable:
+        return 0
+    speed_counts = not waits_for_host(plan, options, torch.is_grad_enabled())
     chosen = 0
-    for index, attention in enumerate(plan.attentions):
-        kernel = _kernel_for(attention.node, speed_counts, able) if _may_change(attention, graphs) else ""
+    for index in changeable:
+        attention = plan.attentions[index]
+        kernel = _kernel_for(attention.node, speed_counts, able)
         if kernel:
             plan.attentions[index] = replace(attention, node=_on(kernel, attention.node), kernel=kernel)
             chosen += 1

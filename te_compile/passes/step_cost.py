@@ -7,7 +7,7 @@ of them waits, so all linears of a graph are weighed together:
 
 Linears are let go from the one that gains least on the device, as long as the estimate of the whole step falls. Under
 CUDA graphs the host launches nothing, and nothing is let go here. Whether the GPU waits also decides if a faster kernel
-for attention is worth a launch that takes the host longer.
+for attention is worth choosing.
 """
 
 from __future__ import annotations

@@ -222,9 +222,7 @@ def test_versions_that_nobody_tried_stay_unused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_step_that_waits_for_the_host_keeps_the_cheaper_launch(
-    monkeypatch: pytest.MonkeyPatch, training: bool
-) -> None:
+def test_a_step_that_waits_for_the_host_keeps_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
     inputs = [heads() for _ in range(3)]
     dear, free = speed.HostCost(step=1e3, linear=0.0), speed.HostCost(step=0.0, linear=0.0)
     with torch.set_grad_enabled(training):
