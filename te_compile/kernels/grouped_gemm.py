@@ -54,10 +54,13 @@ NARROW = GemmTile(64, 128, 4, 4)  # for experts that have fewer than 64 rows on 
 
 @triton.jit
 def _multiplied(acc, a, b, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """acc + a · bᵀ, for tiles that are read along the contraction."""
+    """acc + a · bᵀ, for tiles that are read along the contraction.
+
+    "split" promotes after each block by an addition of its own. Left to Triton (``max_num_imprecise_acc``), the addition
+    stands before the wait for the tensor core that it reads from, and only ptxas's caution keeps the result right.
+    """
     if SPLIT:
-        # Below 32 Triton leaves the tensor core's wgmma; a whole block is what others promote after, too.
-        acc = tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=BLOCK_K)
+        acc += tl.dot(a, tl.trans(b))
     else:
         acc = tl.dot(a, tl.trans(b), acc)
     return acc
