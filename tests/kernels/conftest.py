@@ -37,12 +37,6 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def fresh_random_numbers() -> None:
-    """Other numbers in every run; a failure shows the seed that repeats it."""
-    print(f"torch.manual_seed({torch.seed()})")
-
-
-@pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves unwritten is neither zero nor right by chance."""
     original = torch.Tensor.new_empty
