@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,6 @@ HIDDEN = (1024, 2048, 4096, 8192)
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 TINY_HIDDEN, TINY_TOKENS = (64,), (32, 64)  # without a GPU
 HEAD, LONGEST = 128, 2048
-ROUNDS = 4  # how often the variants take turns
-ROUND_MS = 150 if DEVICE.type == "cuda" else 5  # how long a turn lasts, where one call takes less
 VARIANTS = (BASELINE, FORCED, DEFAULT)
 
 
@@ -115,15 +114,8 @@ def settle(runnable: Runnable, x: Tensor, dy: Tensor, works: Sequence[str] = tup
 
 
 def timed(ready: dict[str, Runnable], call: Callable[[Runnable], Any]) -> dict[str, float]:
-    """Milliseconds of ``call`` for each variant: the best of a few medians, taken in turns, for clocks drift."""
-    best = dict.fromkeys(ready, float("inf"))
-    counts = dict.fromkeys(ready, 2)
-    for _ in range(ROUNDS):
-        for name, runnable in ready.items():
-            found = measure.median_ms(lambda runnable=runnable: call(runnable), counts[name], 1)
-            best[name] = min(best[name], found)
-            counts[name] = max(2, min(20, int(ROUND_MS / found)))
-    return best
+    """Milliseconds of ``call`` for each variant."""
+    return measure.in_turns({name: partial(call, runnable) for name, runnable in ready.items()})
 
 
 def measure_size(

@@ -3,13 +3,18 @@
 Each model has the shapes of a real one and fewer layers, random weights and random ids. One row per model, work and
 variant: the time of a call and the peak memory. te_fp8's rows also say how far the loss, the gradients or the logits
 lie from the same weights in high precision.
+
+One process times one variant after the other. Where the GPU waits for the host that is not enough: the same code takes
+a quarter more or less from one minute to the next. ``--turns`` builds all variants of a work, lets them take turns and
+gives each the best of its medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -341,6 +346,27 @@ def measure_variant(variant: Variant, task: Task, arguments: argparse.Namespace)
     return {"ms": milliseconds, **memory.row(), **quality}
 
 
+def in_turns(task: Task, chosen: Sequence[Variant], what: dict[str, Any], rows: measure.Rows, iterations: int) -> None:
+    """Write a row for each variant of ``task``, all built before one is timed. One that fails ends the work."""
+    measure.fresh_start()
+    inputs, training = task.inputs(), task.work == "train"
+    calls: dict[str, Callable[[], Any]] = {}
+    try:
+        for variant in chosen:
+            torch.manual_seed(0)
+            calls[variant.name] = partial(call_once, variant.build(), inputs, training)
+            for _ in range(3):
+                calls[variant.name]()
+        times = measure.in_turns(calls, iterations)
+    except Exception as error:
+        traceback.print_exc()
+        rows.write(**what, turns=True, error=repr(error)[:400])
+        rows.fail(f"{task.name} in turns", repr(error)[:200])
+        return
+    for name, milliseconds in times.items():
+        rows.write(**what, turns=True, name=name, ms=milliseconds)
+
+
 def choose(given: str, known: tuple[str, ...], argument: str) -> list[str]:
     """The names in the comma-separated ``given``; one that does not exist ends the program."""
     names = given.split(",")
@@ -356,6 +382,7 @@ def main() -> int:
     measure.add_arguments(parser, iterations=15)
     parser.add_argument("--models", default="llama8b,gpt2xl,bert_large", help=f"of {', '.join(MODELS)} (%(default)s)")
     parser.add_argument("--works", default=",".join(WORKS), help="(%(default)s)")
+    parser.add_argument("--turns", action="store_true", help="variants take turns, and nothing is checked")
     arguments = parser.parse_args()
     models = choose(arguments.models, tuple(MODELS), "--models")
     works = choose(arguments.works, WORKS, "--works")
@@ -369,7 +396,11 @@ def main() -> int:
                 continue
             task = Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype])
             what = {"what": "model", "model": name, "work": work, "attn": task.attn, "dtype": arguments.dtype}
-            for variant in measure.chosen(variants(task), arguments.only):
+            chosen = measure.chosen(variants(task), arguments.only)
+            if arguments.turns:
+                in_turns(task, chosen, what, rows, arguments.iters)
+                continue
+            for variant in chosen:
                 measure.attempt(variant, rows, what, partial(measure_variant, task=task, arguments=arguments))
     return rows.exit_status()
 

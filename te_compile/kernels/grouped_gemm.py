@@ -56,8 +56,8 @@ NARROW = GemmTile(64, 128, 4, 4)  # for experts that have fewer than 64 rows on 
 def _multiplied(acc, a, b, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
     """acc + a · bᵀ, for tiles that are read along the contraction.
 
-    "split" promotes after each block by an addition of its own. Left to Triton (``max_num_imprecise_acc``), the addition
-    stands before the wait for the tensor core that it reads from, and only ptxas's caution keeps the result right.
+    "split" promotes after each block by an addition of its own. Left to Triton (``max_num_imprecise_acc``), the
+    addition stands before the wait for the tensor core that it reads from, and only ptxas's caution saves the result.
     """
     if SPLIT:
         acc += tl.dot(a, tl.trans(b))

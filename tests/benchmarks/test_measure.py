@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import measure
 from benchmarks.measure import Rows, Runnable, Variant, attempt, chosen, cosine, sqnr, telling
 
 
@@ -82,3 +84,19 @@ def test_a_wrong_result_fails_the_run() -> None:
     rows = Rows()
     attempt(a_variant("a", ours=True), rows, {"what": "layer"}, lambda _: {"ms": 1.0, "wrong": "5 dB"})
     assert rows.exit_status() == 1
+
+
+def test_turns_are_taken_and_the_best_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    times = {"a": iter([4.0, 2.0, 3.0, 5.0]), "b": iter([1.0, 7.0, 7.0, 7.0])}
+
+    def median(call: Callable[[], str], iterations: int, warmup: int) -> float:
+        name = call()
+        order.append(f"{name}{iterations}")
+        return next(times[name])
+
+    monkeypatch.setattr(measure, "median_ms", median)
+    monkeypatch.setattr(measure, "ROUND_MS", 8)
+    found = measure.in_turns({"a": lambda: "a", "b": lambda: "b"}, most=5)
+    assert found == {"a": 2.0, "b": 1.0}
+    assert order == ["a2", "b2", "a2", "b5", "a4", "b2", "a2", "b2"]

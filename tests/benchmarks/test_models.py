@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.measure import DEVICE, Runnable, gradients
+from benchmarks.measure import DEVICE, Rows, Runnable, Variant, gradients
 from benchmarks.models import Task
 from te_compile.passes import manager
 from tests.fuzz.emulation import statuses_of
@@ -63,3 +65,28 @@ def test_logits_are_held_against_the_textbook_where_they_are_far_off(monkeypatch
     assert "textbook FP8" in models.check_logits(model, inputs, expected, noisy, statuses)["wrong"]
     with pytest.raises(LookupError, match="1 products in FP8, and te_fp8 2"):
         models.check_logits(model, inputs, expected, noisy, {"model.layers.0.mlp.up_proj": [True], "no": [True]})
+
+
+def test_all_are_built_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    task, built = Task("gpt2xl", "prefill", "sdpa", torch.bfloat16), []
+
+    def eager(name: str) -> Variant:
+        def build() -> Runnable:
+            built.append(name)
+            model = task.build()
+            return Runnable(model, model)
+
+        return Variant(name, build)
+
+    def fails() -> NoReturn:
+        raise RuntimeError("does not build")
+
+    monkeypatch.setattr(models.measure, "in_turns", lambda calls, most: dict.fromkeys(calls, float(len(built))))
+    rows = Rows()
+    models.in_turns(task, [eager("one"), eager("other")], {"what": "model"}, rows, 2)
+    assert built == ["one", "other"] and rows.exit_status() == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert ['"name": "one", "ms": 2.0' in shown[0], '"name": "other", "ms": 2.0' in shown[1]] == [True, True]
+    models.in_turns(task, [eager("one"), Variant("bad", fails)], {"what": "model"}, rows, 2)
+    assert "does not build" in capsys.readouterr().out and rows.exit_status() == 1
