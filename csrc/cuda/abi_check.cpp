@@ -1,9 +1,11 @@
-// Compiled only where cuBLASLt's own headers are found: proves that cublaslt_abi.hpp says the same.
+// Compiled only where cuBLASLt's own headers are found: proves that cublaslt_abi.hpp and driver.hpp say the same.
 #include <cublasLt.h>
+#include <cuda.h>
 
 #include <type_traits>
 
 #include "cublaslt_abi.hpp"
+#include "driver.hpp"
 
 namespace te_compile::lt {
 namespace {
@@ -77,6 +79,11 @@ TE_SAME_CALL(PreferenceDestroy, cublasLtMatmulPreferenceDestroy);
 TE_SAME_CALL(PreferenceSet, cublasLtMatmulPreferenceSetAttribute);
 TE_SAME_CALL(GetHeuristic, cublasLtMatmulAlgoGetHeuristic);
 TE_SAME_CALL(Matmul, cublasLtMatmul);
+
+TE_SAME(driver::kSuccess, CUDA_SUCCESS);
+TE_SAME_CALL(driver::LaunchKernel, cuLaunchKernel);
+TE_SAME_CALL(driver::GetCurrentContext, cuCtxGetCurrent);
+TE_SAME_CALL(driver::GetErrorString, cuGetErrorString);
 
 }  // namespace
 }  // namespace te_compile::lt

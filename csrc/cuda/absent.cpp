@@ -28,6 +28,12 @@ te_status te_cuda_update_scales(int, float* const*, const float* const*, const i
 
 te_status te_cublaslt_gemm(const te_gemm*) { return not_built(); }
 
+te_status te_cublaslt_prepare(const te_gemm*, te_prepared_gemm**) { return not_built(); }
+
+te_status te_cublaslt_run(te_prepared_gemm*, const te_gemm*) { return not_built(); }
+
+void te_cublaslt_release(te_prepared_gemm*) {}
+
 te_status te_cublaslt_check(const te_gemm*) { return not_built(); }
 
 te_status te_cublaslt_version(size_t*) { return not_built(); }

@@ -202,16 +202,27 @@ struct Plan {
     point_at(gemm);
   }
 
-  /// The pointers that live in the descriptor; they change with every call.
+  /// The pointers that live in the descriptor; they may change with every call.
   void point_at(const te_gemm& gemm) {
-    set(product.get(), lt::kAScalePointer, static_cast<const void*>(gemm.b_scale_inv));
-    set(product.get(), lt::kBScalePointer, static_cast<const void*>(gemm.a_scale_inv));
-    if (gemm.d_scale != nullptr) set(product.get(), lt::kDScalePointer, static_cast<const void*>(gemm.d_scale));
-    if (gemm.amax_d != nullptr) set(product.get(), lt::kAmaxDPointer, static_cast<void*>(gemm.amax_d));
-    if (uses_bias(gemm.epilogue)) set(product.get(), lt::kBiasPointer, gemm.bias);
-    if (uses_aux(gemm.epilogue)) set(product.get(), lt::kAuxPointer, gemm.aux);
+    point(lt::kAScalePointer, gemm.b_scale_inv, pointers.a_scale);
+    point(lt::kBScalePointer, gemm.a_scale_inv, pointers.b_scale);
+    if (gemm.d_scale != nullptr) point(lt::kDScalePointer, gemm.d_scale, pointers.d_scale);
+    if (gemm.amax_d != nullptr) point(lt::kAmaxDPointer, gemm.amax_d, pointers.amax_d);
+    if (uses_bias(gemm.epilogue)) point(lt::kBiasPointer, gemm.bias, pointers.bias);
+    if (uses_aux(gemm.epilogue)) point(lt::kAuxPointer, gemm.aux, pointers.aux);
   }
 
+  void point(int attribute, const void* to, const void*& now) {
+    if (to == now) return;  // what a descriptor holds before it was told is null
+    set(product.get(), attribute, to);
+    now = to;
+  }
+
+  /// What the descriptor holds.
+  struct {
+    const void *a_scale = nullptr, *b_scale = nullptr, *d_scale = nullptr, *amax_d = nullptr, *bias = nullptr,
+               *aux = nullptr;
+  } pointers;
   Owned<lt::Product> product;
   Owned<lt::Layout> a, b, c, d;
   std::vector<lt::HeuristicResult> suggestions;
@@ -471,10 +482,88 @@ void multiply(const te_gemm& gemm) {
   check_cublas(run(context, plan, plan.chosen, gemm, gemm.d, workspace), "cublasLtMatmul");
 }
 
+// --- products that are made again and again ---------------------------------------------------------------------------
+
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+/// Is the plan of `key` that of `gemm`, which is what the key was made of in all but its pointers?
+bool serves(const Key& key, const te_gemm& gemm) {
+  return key[kAlignA] == alignment_class(gemm.a) && key[kAlignB] == alignment_class(gemm.b) &&
+         key[kAlignD] == alignment_class(gemm.d) &&
+         key[kAlignAddend] == alignment_class(gemm.addend == nullptr ? gemm.d : gemm.addend);
+}
+
+/// Run the product if its plan is settled and nothing more is needed than to run it.
+bool multiply_at_once(lt::Context* context, Slot& slot, const te_gemm& gemm) {
+  const std::lock_guard<std::mutex> lock(slot.mutex);
+  if (slot.plan == nullptr || !slot.settled) return false;
+  Plan& plan = *slot.plan;
+  plan.point_at(gemm);
+  const Workspace workspace{gemm.workspace, gemm.workspace_bytes};
+  check_cublas(run(context, plan, plan.chosen, gemm, gemm.d, workspace), "cublasLtMatmul");
+  return true;
+}
+
 }  // namespace
 }  // namespace te_compile
 
 using namespace te_compile;
+
+struct te_prepared_gemm {
+  explicit te_prepared_gemm(const te_gemm& gemm)
+      : simple(gemm.workspace != nullptr && gemm.amax_d == nullptr && gemm.m != 0 && gemm.n != 0),
+        context(context_of(gemm.device)) {
+    look_up(gemm);
+  }
+
+  /// The plan for these pointers.
+  std::shared_ptr<Slot> slot_for(const te_gemm& gemm) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!serves(key, gemm)) look_up(gemm);
+    return slot;
+  }
+
+  void run(const te_gemm& gemm) {
+    const bool readable = is_aligned(gemm.a) && is_aligned(gemm.b) && is_aligned(gemm.d) && is_aligned(gemm.addend) &&
+                          is_aligned(gemm.a_scale_inv) && is_aligned(gemm.b_scale_inv) && is_aligned(gemm.d_scale);
+    if (simple && readable && gemm.a && gemm.b && gemm.d && gemm.workspace) {
+      const DeviceGuard guard(gemm.device);
+      if (multiply_at_once(context, *slot_for(gemm), gemm)) return;
+    }
+    validate(gemm);
+    multiply(gemm);
+  }
+
+ private:
+  void look_up(const te_gemm& gemm) {
+    key = key_of(gemm, gemm.workspace_bytes);
+    slot = slot_of(key);
+  }
+
+  const bool simple;  // nothing to be cleared, and workspace of the caller's
+  lt::Context* const context;
+  std::mutex mutex;  // guards what follows
+  Key key{};
+  std::shared_ptr<Slot> slot;
+};
+
+extern "C" te_status te_cublaslt_prepare(const te_gemm* gemm, te_prepared_gemm** prepared) {
+  return guarded([&] {
+    require(gemm != nullptr && prepared != nullptr, "te_cublaslt_prepare: gemm or prepared is null");
+    validate(*gemm);
+    const DeviceGuard guard(gemm->device);
+    *prepared = new te_prepared_gemm(*gemm);
+  });
+}
+
+extern "C" te_status te_cublaslt_run(te_prepared_gemm* prepared, const te_gemm* gemm) {
+  return guarded([&] {
+    require(prepared != nullptr && gemm != nullptr, "te_cublaslt_run: prepared or gemm is null");
+    prepared->run(*gemm);
+  });
+}
+
+extern "C" void te_cublaslt_release(te_prepared_gemm* prepared) { delete prepared; }
 
 extern "C" int te_cuda_built(void) { return 1; }
 

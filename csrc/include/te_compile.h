@@ -178,6 +178,18 @@ typedef struct te_gemm {
  * pointers of equal alignment. */
 te_status te_cublaslt_gemm(const te_gemm* gemm);
 
+/* A product that is made again and again, with other pointers each time: what it is has been looked at once. */
+typedef struct te_prepared_gemm te_prepared_gemm;
+
+/* Prepare products like this one; te_cublaslt_release gives back what it makes. Nothing runs. */
+te_status te_cublaslt_prepare(const te_gemm* gemm, te_prepared_gemm** prepared);
+
+/* te_cublaslt_gemm(gemm), which must be what was prepared in all but its pointers and its stream, and a pointer that was
+ * null must be null again. May be called by several threads at a time. */
+te_status te_cublaslt_run(te_prepared_gemm* prepared, const te_gemm* gemm);
+
+void te_cublaslt_release(te_prepared_gemm* prepared);
+
 /* TE_OK if te_cublaslt_gemm would find an algorithm on this device. Pointers are looked at for alignment and for being
  * null, never followed; nothing runs. */
 te_status te_cublaslt_check(const te_gemm* gemm);

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "replay.hpp"
 #include "te_compile.h"
 
 namespace py = pybind11;
@@ -185,6 +186,21 @@ auto over_gemm(te_gemm (*)(Arguments...)) {
   return &with_gemm<Call, Arguments...>;
 }
 
+/// gemm_of over a Python sequence.
+template <typename... Arguments, size_t... At>
+te_gemm gemm_of_sequence(te_gemm (*)(Arguments...), const py::sequence& arguments, std::index_sequence<At...>) {
+  if (arguments.size() != sizeof...(Arguments)) throw py::value_error("not as many arguments as cublaslt_gemm takes");
+  return gemm_of(py::cast<Arguments>(py::object(arguments[At]))...);
+}
+
+template <typename... Arguments>
+te_gemm gemm_of_sequence(te_gemm (*over)(Arguments...), const py::sequence& arguments) {
+  return gemm_of_sequence(over, arguments, std::index_sequence_for<Arguments...>{});
+}
+
+PyObject* native_error = nullptr;
+PyObject* unsupported = nullptr;
+
 size_t cublaslt_version() {
   size_t version = 0;
   check(te_cublaslt_version(&version));
@@ -200,11 +216,25 @@ std::pair<int64_t, int64_t> cublaslt_plans() {
 
 }  // namespace
 
+namespace te_compile::python {
+
+te_gemm gemm_of_arguments(const py::sequence& arguments) { return gemm_of_sequence(&gemm_of, arguments); }
+
+void set_error_of(te_status status) {
+  const bool refused = status == TE_UNSUPPORTED || status == TE_NOT_BUILT;
+  PyErr_SetString(refused ? unsupported : status == TE_INVALID_ARGUMENT ? PyExc_ValueError : native_error,
+                  te_last_error());
+}
+
+}  // namespace te_compile::python
+
 PYBIND11_MODULE(_native, module) {
   module.doc() = "te_compile's C++ core over raw pointers; csrc/include/te_compile.h describes every function.";
   // The last one registered is tried first: the special case.
   auto& error = py::register_exception<NativeError>(module, "NativeError", PyExc_RuntimeError);
-  py::register_exception<Unsupported>(module, "Unsupported", error.ptr());
+  auto& refused = py::register_exception<Unsupported>(module, "Unsupported", error.ptr());
+  native_error = error.ptr();
+  unsupported = refused.ptr();
 
   module.attr("cuda_built") = te_cuda_built() != 0;
 
@@ -244,4 +274,5 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_check", over_gemm<te_cublaslt_check>(&gemm_of), unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
+  te_compile::python::add_replay(module);
 }

@@ -14,6 +14,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +35,55 @@ _lending = {"stopped": False}
 _lent: list[Tensor] = []  # for a measurement that is going on
 _HERE: AbstractContextManager[object] = nullcontext()
 
+lent_workspaces: dict[tuple[int, int, int], list[Tensor]] = {}
+"""Workspaces that no call is using, by device, stream and bytes. Only the C++ core takes from here, and puts back: see
+:class:`Workspace`."""
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Makes uninitialised memory on the current device."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, device: int, stream: int) -> Tensor:
+        """A new tensor."""
+        made: Tensor = _empty_on_current_device(self.size, self.strides, self.dtype)
+        return made
+
+
+@dataclass(frozen=True)
+class FromStock:
+    """Takes one of the cleared numbers."""
+
+    kind: str
+
+    def __call__(self, device: int, stream: int) -> Tensor:
+        """The next one."""
+        return _next(device, stream, self.kind)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Makes memory that serves one call and is nobody's result.
+
+    Calls on one stream come one after the other there, so they can share it as soon as their launches are made. Not
+    before: those of two threads mix. So the core takes a workspace out of ``lent_workspaces`` for as long as a call
+    lasts and makes another where none is left, which gives each stream of each device as many as threads ever launched
+    on it at once, and the least is what PyTorch's own products keep. A CUDA graph has its own: none of this is replayed
+    while one is captured, nor in a process that compiles for them, whose pools must own no memory that outlives them.
+    """
+
+    bytes: int
+
+    def __call__(self, device: int, stream: int) -> Tensor:
+        """New memory, aligned as PyTorch's allocator aligns."""
+        with torch.inference_mode(False):
+            made: Tensor = _empty_on_current_device((self.bytes,), (1,), torch.uint8)
+        return made
+
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Kernels run on the current device; make that the one that holds ``x``, at no cost if it is already."""
@@ -52,7 +102,16 @@ def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     strides = contiguous_strides(size)
     made: Tensor = _empty_on_current_device(size, strides, dtype)
     if here.recorder is not None:
-        here.recorder.made(made, lambda device, stream: _empty_on_current_device(size, strides, dtype))
+        here.recorder.made(made, Fresh(size, strides, dtype))
+    return made
+
+
+def workspace(like: Tensor, count: int) -> Tensor:
+    """uint8 [count], uninitialised, on the device of ``like``, for kernels that are done before the caller's next."""
+    with unrecorded():
+        made = empty(like, (count,), torch.uint8)
+    if here.recorder is not None:
+        here.recorder.made(made, Workspace(count))
     return made
 
 
@@ -97,7 +156,7 @@ def _from_stock(like: Tensor, kind: str) -> Tensor | None:
     device = like.get_device()
     number = _next(device, torch._C._cuda_getCurrentRawStream(device), kind)
     if here.recorder is not None:
-        here.recorder.made(number, lambda device, stream: _next(device, stream, kind))
+        here.recorder.made(number, FromStock(kind))
     return number
 
 
@@ -131,6 +190,7 @@ def stop_lending() -> None:
     is asked about every tensor that outlives them."""
     _lending["stopped"] = True
     _cleared.clear()
+    lent_workspaces.clear()
 
 
 @contextmanager

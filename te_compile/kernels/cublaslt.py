@@ -30,7 +30,7 @@ from te_compile.ops.registry import Target, Unsupported
 ALIGNMENT = 16  # bytes or FP8 elements: matrices, rows and contraction lengths
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Allocated for each call and given back at once: PyTorch's allocator knows about streams and CUDA graphs, so one buffer
-# serves all, and none outlives the memory pool of a graph.
+# serves all, and none outlives the memory pool of a graph. Calls that the core replays share one: buffers.Workspace.
 WORKSPACE_BYTES = 32 << 20
 # The one bias dtype that the library reads beside each result dtype.
 _BIAS_DTYPE = {
@@ -318,7 +318,7 @@ def _launch(
     bias = None if bias is None else _readable(bias)  # one to be written is fresh memory and stays itself
     device = a.device.index
     with on_device_of(a):
-        workspace = buffers.empty(a, (WORKSPACE_BYTES,), torch.uint8)
+        workspace = buffers.workspace(a, WORKSPACE_BYTES)
     try:
         native.call(
             core.cublaslt_gemm, device,

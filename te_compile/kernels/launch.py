@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
         _run(compiled, programs, device, values + rest)
     if here.recorder is not None:
         run = (compiled.function, compiled.packed_metadata, None, None, None)
-        here.recorder.called(compiled.run, (*programs, STREAM, *run, *arguments, *rest))
+        here.recorder.called(compiled.run, (*programs, STREAM, *run, *arguments, *rest), compiled)
 
 
 class Repeated:

@@ -29,8 +29,11 @@ class Recorder(Protocol):
     def made(self, tensor: Tensor, make: Callable[[int, int], Tensor]) -> None:
         """``tensor`` is fresh memory; ``make(device, stream)`` makes the like of it again."""
 
-    def called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """``function`` was called with these, but with addresses for tensors and the stream for ``STREAM``."""
+    def called(self, function: Callable[..., Any], arguments: Sequence[Any], kernel: Any = None) -> None:
+        """``function`` was called with these, but with addresses for tensors and the stream for ``STREAM``.
+
+        kernel: the compiled Triton kernel whose launcher the function is.
+        """
 
 
 class Rehearsal(Protocol):

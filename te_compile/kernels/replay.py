@@ -19,18 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_compile.kernels import buffers
+from te_compile.kernels import buffers, player
 from te_compile.kernels.launch import is_watched
 from te_compile.kernels.recording import STREAM, here
 from te_compile.ops import calibration
 
-Step = tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]]]
 MOST_KINDS = 1024  # of calls of one operator; beyond it all are forgotten, as shapes seem to be new each time
 MOST_TRIES = 16  # calls of one place that were not replayed, after which it no longer asks
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -41,12 +40,21 @@ _LAUNCH_NOTHING = {  # and make no memory
 }  # fmt: skip
 
 
-class Tape:
-    """The memory, the launches and the results of one kind of call.
+class Step(NamedTuple):
+    """A function, its arguments, and where among these go addresses: (argument, tensor, bytes into it). The stream is
+    tensor -1. kernel: the Triton kernel that it launches, if it does."""
 
-    Tensors are known by their places among the call's own and then those made. ``steps``: functions, their arguments,
-    and where among these go addresses, of which tensors and how far into them; the stream counts as tensor -1.
-    ``kept``: what else is read, at addresses that stand among the arguments.
+    function: Callable[..., Any]
+    template: list[Any]
+    places: list[tuple[int, int, int]]
+    kernel: Any = None
+
+
+class Tape:
+    """The memory, the launches and the results of one kind of call, as Python plays them; player.py has it done faster.
+
+    Tensors are known by their places among the call's own and then those made. ``kept``: what else is read, at
+    addresses that stand among the arguments.
     """
 
     def __init__(
@@ -66,7 +74,7 @@ class Tape:
             tensors.append(made)
             addresses.append(made.data_ptr())
         addresses.append(stream)  # found at -1
-        for function, template, places in self.steps:
+        for function, template, places, _ in self.steps:
             arguments = template.copy()
             for place, tensor, offset in places:
                 arguments[place] = addresses[tensor] + offset
@@ -98,7 +106,7 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(tensor)
         self.makes.append(make)
 
-    def called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def called(self, function: Callable[..., Any], arguments: Sequence[Any], kernel: Any = None) -> None:
         template, places = list(arguments), []
         for place, argument in enumerate(arguments):
             if argument is STREAM:
@@ -114,7 +122,7 @@ class _Recording(TorchDispatchMode):
                     self.complete = False
         for place, _, _ in places:
             template[place] = None
-        self.steps.append((function, template, places))
+        self.steps.append(Step(function, template, places, kernel))
 
     def _find(self, tensor: Tensor) -> tuple[int, int] | None:
         """Which of the tensors this one is, or lies in, and how many bytes into it. None: neither, or not for sure."""
@@ -127,8 +135,8 @@ class _Recording(TorchDispatchMode):
             return None
         return within[0], tensor.data_ptr() - self.tensors[within[0]].data_ptr()
 
-    def tape(self, results: Any) -> Tape | None:
-        """What was recorded, if it is all that the call did and ``results`` are memory that it made."""
+    def tape(self, results: Any) -> Callable[..., Any] | None:
+        """What plays what was recorded, if that is all that the call did and ``results`` are memory that it made."""
         given = len(self.tensors) - len(self.makes)
         each = [results] if isinstance(results, Tensor) else results
         if not self.complete or not isinstance(each, (list, tuple)):
@@ -140,7 +148,7 @@ class _Recording(TorchDispatchMode):
                 return None
             places.append(place)
         shaped = places[0] if isinstance(results, Tensor) else places if isinstance(results, list) else tuple(places)
-        return Tape(self.makes, self.steps, shaped, self.kept)
+        return player.played(Tape(self.makes, self.steps, shaped, self.kept), given)
 
 
 class Replayed:
@@ -152,7 +160,7 @@ class Replayed:
     def __init__(self, name: str, function: Callable[..., Any], by_address: bool = False) -> None:
         self.name, self.function, self.by_address = name, function, by_address
         self.address_bits = -1 if by_address else 15
-        self.tapes: dict[tuple[Any, ...], Tape | None] = {}
+        self.tapes: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.met: set[tuple[Any, ...]] = set()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -162,9 +170,10 @@ class Replayed:
         with torch.profiler.record_function(f"te::{self.name}"):
             return self._run(arguments, named)
 
-    def site(self) -> Site:
+    def site(self) -> Callable[..., Any]:
         """The operator for one place in generated code, where shapes are what they are."""
-        return Site(self)
+        site = Site(self)
+        return site if site.place is None else site.place
 
     def _run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         tensors, addresses, form = self._read(arguments, named)
@@ -228,7 +237,7 @@ class Binding:
     """A tape and what must hold for it where shapes and options cannot change: where the call's tensors are among its
     arguments, the device, how their addresses are aligned, and whether a scale may be missing."""
 
-    tape: Tape
+    tape: Callable[..., Any]
     paths: tuple[tuple[int | str, int | None], ...]
     address_bits: int
     alignments: tuple[int, ...]
@@ -237,12 +246,16 @@ class Binding:
 
 
 class Site:
-    """An operator at one place in generated code whose shapes are constants, so that nobody asks for them again."""
+    """An operator at one place in generated code whose shapes are constants, so that nobody asks for them again.
+
+    ``place``: what the code calls instead if the C++ core does the replaying.
+    """
 
     def __init__(self, operator: Replayed) -> None:
         self.operator = operator
         self.binding: Binding | None = None
         self.tries = 0  # in a row, without one
+        self.place = player.place(self._unbound)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the operator."""
@@ -269,7 +282,14 @@ class Site:
         results = self.operator(*arguments, **named)
         self.binding = self.operator.binding(arguments, named)
         self.tries = self.tries + 1 if self.binding is None else 0
+        if self.place is not None:
+            player.bind(self.place, self.binding, len(arguments), len(named))
         return results
+
+    @property
+    def bound(self) -> bool:
+        """Is there something to play?"""
+        return self.binding is not None
 
 
 def _paths(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int | str, int | None], ...]:

@@ -1,6 +1,7 @@
 """Calls that are replayed: what is noted, what is told apart, and what is left to run as it always did.
 
-A stand-in for the GPU: memory from the CPU, and a core whose functions write to addresses.
+A stand-in for the GPU: memory from the CPU, and a core whose functions write to addresses. All of it twice: played by
+Python and by the C++ core, to which the same stand-ins are given.
 """
 
 from __future__ import annotations
@@ -11,14 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
-from te_compile.kernels import native, replay
+from te_compile.kernels import buffers, native, player, replay
 from te_compile.kernels.recording import STREAM, here, unrecorded
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration
 
 STREAM_NUMBER = 77
+ON_NO_GPU = {
+    "tensor_type": Tensor,
+    "profiler_enabled": torch._C._autograd._profiler_enabled,
+    "device_of": lambda tensor: replay._device_for_replays([tensor]),
+    "current_device": lambda: 0,
+    "is_capturing": lambda: False,
+    "stream_of": lambda device: STREAM_NUMBER + device,
+    "flags": [(vars(buffers), "_lent")],
+    "closed": [torch._C._get_deterministic_algorithms],
+    "pending": (vars(calibration), "_waiting"),
+    "hooks": ["launch_enter_hook", "launch_exit_hook"],
+}
 
 
 class Core:
@@ -37,8 +51,14 @@ class Core:
             ctypes.c_float.from_address(to + at * index).value = value
 
 
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+NEEDS_CORE = pytest.mark.skipif(bool(native.missing()), reason="the C++ core is not built")
+
+
+@pytest.fixture(params=["Python", pytest.param("C++", marks=NEEDS_CORE)])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Core:
+    by_python = request.param == "Python"
+    monkeypatch.setattr(player, "core", lambda: None if by_python else native.module())
+    monkeypatch.setattr(player, "questions", lambda: {**ON_NO_GPU, "runtime": (vars(triton.knobs), "runtime")})
     monkeypatch.setattr(native, "current_stream", lambda device: STREAM_NUMBER)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM_NUMBER, raising=False)
     monkeypatch.setattr(replay, "_device_for_replays", lambda tensors: 0 if tensors else -1)
@@ -243,7 +263,7 @@ def test_a_place_whose_shapes_are_constant_replays_as_well(core: Core) -> None:
     for _ in range(6):
         x, y = torch.randn(5), torch.randn(5)
         torch.testing.assert_close(site(x, y, 3.0, twice=True)[0], expected(x, y, 3.0, True))
-    assert operator.ran == 2 and site.binding is not None
+    assert operator.ran == 2 and site.bound
 
 
 def test_a_place_looks_again_where_an_operand_lies_otherwise(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +303,7 @@ def test_a_place_with_operands_in_a_list_and_by_name(core: Core) -> None:
         first, second, third = torch.randn(4), torch.randn(4), torch.randn(4)
         for got, given in zip(site([first, second], 2.0, last=third), (first, second, third), strict=True):
             torch.testing.assert_close(got, 2 * given)
-    assert site.binding is not None
+    assert site.bound
 
 
 def test_tables_of_addresses_bind_a_place_to_its_tensors(core: Core) -> None:

@@ -1,0 +1,18 @@
+// Calls that are replayed, for te_compile/kernels/player.py.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "te_compile.h"
+
+namespace te_compile::python {
+
+/// The product of cublaslt_gemm's arguments, without its addresses.
+te_gemm gemm_of_arguments(const pybind11::sequence& arguments);
+
+/// Sets the Python exception that the module's functions raise for this status of the calling thread's last call.
+void set_error_of(te_status status);
+
+void add_replay(pybind11::module_& module);
+
+}  // namespace te_compile::python
