@@ -3,6 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <vector>
+
+#include "refs.hpp"
 #include "te_compile.h"
 
 namespace te_compile::python {
@@ -13,6 +16,10 @@ te_gemm gemm_of_arguments(const pybind11::sequence& arguments);
 /// Sets the Python exception that the module's functions raise for this status of the calling thread's last call.
 void set_error_of(te_status status);
 
+/// with_gaps: null for None.
+std::vector<Ref> refs_of(const pybind11::sequence& objects, bool with_gaps);
+
 void add_replay(pybind11::module_& module);
+void add_places(pybind11::module_& module);
 
 }  // namespace te_compile::python

@@ -12,6 +12,7 @@ A wrong layout would corrupt memory, so the parameters are also held against wha
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 LOOKED_AT = ((3, 6), (3, 9))  # the first and last version of Triton whose launcher was read
 _THREADS_PER_WARP = 32
 _MOST_SHARED_BYTES = 228 << 10  # beyond it a launch says so in an attribute
-_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # the hardware's
+_MOST_PROGRAMS = 2**31 - 1  # beyond which Triton's launcher counts them wrong
 _INTEGERS = {  # bytes, signed
     "i1": (1, True), "i8": (1, True), "i16": (2, True), "i32": (4, True), "i64": (8, True),
     "u1": (1, False), "u8": (1, False), "u16": (2, False), "u32": (4, False), "u64": (8, False),
@@ -76,7 +77,7 @@ def driver_launch(compiled: Any, grid: Sequence[int], arguments: Sequence[Any]) 
         widths.append(found[1])
     words += [0] * _SCRATCH
     widths += [_POINTER_BYTES] * _SCRATCH
-    if declared_widths(compiled.asm["ptx"], compiled.metadata.name) != widths or not compiled.function:
+    if declared_widths(compiled.asm.get("ptx", ""), compiled.metadata.name) != widths or not compiled.function:
         return None
     x, y, z = grid
     threads = _THREADS_PER_WARP * warps
@@ -105,7 +106,7 @@ def _is_plain(compiled: Any) -> bool:
 
 
 def _is_grid(grid: Sequence[int]) -> bool:
-    return len(grid) == 3 and all(1 <= size <= most for size, most in zip(grid, _MOST_PROGRAMS, strict=True))
+    return len(grid) == 3 and min(grid) >= 1 and math.prod(grid) <= _MOST_PROGRAMS
 
 
 def _word(kind: Any, argument: Any) -> tuple[int, int] | None:
