@@ -59,6 +59,10 @@ CHECKS = [
     "capture",
     "lengths",
     "refusals",
+    "prepared",
+    "prepared_alignment",
+    "prepared_otherwise",
+    "prepared_threads",
 ]
 
 

@@ -85,6 +85,7 @@ lt::Status cublasLtMatmulDescDestroy(lt::Product* product) {
   return lt::kSuccess;
 }
 lt::Status cublasLtMatmulDescSetAttribute(lt::Product* product, int attribute, const void* value, size_t bytes) {
+  ++pretend.sets;
   const char* first = static_cast<const char*>(value);
   product->values[attribute] = std::vector<char>(first, first + bytes);
   return lt::kSuccess;

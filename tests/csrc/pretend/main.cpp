@@ -6,8 +6,10 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "float8.hpp"
@@ -294,13 +296,142 @@ void refusals() {
   expect(te_cublaslt_gemm(&one.gemm) == TE_INVALID_ARGUMENT, "a bias epilogue needs a bias");
 }
 
+/// A product that is made again and again.
+struct Prepared {
+  explicit Prepared(const te_gemm& gemm) { expect(te_cublaslt_prepare(&gemm, &made) == TE_OK, "a product is prepared"); }
+  ~Prepared() { te_cublaslt_release(made); }
+  void run(const te_gemm& gemm) const { expect(te_cublaslt_run(made, &gemm) == TE_OK, "it runs"); }
+  te_prepared_gemm* made = nullptr;
+};
+
+constexpr size_t kWorkspaceBytes = 1024;
+alignas(256) char workspace[kWorkspaceBytes];
+
+struct BiasedCase : Case {
+  explicit BiasedCase(int64_t m) : Case(m) {
+    write_bf16(TE_EPILOGUE_BIAS, true, false);
+    gemm.workspace = workspace;
+    gemm.workspace_bytes = kWorkspaceBytes;
+  }
+  void expect_biased(const char* what) {
+    expect_result([&](int64_t i, int64_t j) { return product(i, j) + from_bf16(bias[j]); }, what, 1e-2f);
+  }
+};
+
+void prepared() {
+  BiasedCase one(5);
+  BiasedCase other(5);
+  other.a_scale_inv = 0.07f;
+  const Prepared product(one.gemm);
+  expect(pretend.products == 0, "to prepare runs nothing");
+  product.run(one.gemm);
+  one.expect_biased("the first run");
+  expect(pretend.products > 2, "is timed as any first product is");
+  for (const int round : {0, 1}) {
+    const int products = pretend.products;
+    product.run(other.gemm);
+    other.expect_biased(round == 0 ? "scales and bias are those of the call" : "each time");
+    std::fill(one.d16.begin(), one.d16.end(), 0x7FC0);
+    product.run(one.gemm);
+    one.expect_biased("and may be again what they were");
+    expect(pretend.products == products + 2, "with nothing timed again");
+    std::fill(other.d16.begin(), other.d16.end(), 0x7FC0);
+  }
+  const int sets = pretend.sets;
+  product.run(one.gemm);
+  expect(pretend.sets == sets, "pointers that stay are not set again");
+  other.run();  // by the plan that both share
+  other.expect_biased("beside products that nobody prepared");
+  std::fill(one.d16.begin(), one.d16.end(), 0x7FC0);
+  product.run(one.gemm);
+  one.expect_biased("whose pointers are not taken for one's own");
+}
+
+void prepared_alignment() {
+  BiasedCase one(5);
+  const Prepared product(one.gemm);
+  product.run(one.gemm);
+  std::vector<uint8_t> elsewhere(one.a.size() + 512);
+  auto start = reinterpret_cast<uintptr_t>(elsewhere.data());
+  const int before = pretend.queries;
+  for (const uintptr_t offset : {0, 16, 0}) {  // of which the first or second is not as the prepared one's
+    auto* const a = reinterpret_cast<uint8_t*>((start + 255) / 256 * 256 + offset);
+    std::copy(one.a.begin(), one.a.end(), a);
+    one.gemm.a = a;
+    std::fill(one.d16.begin(), one.d16.end(), 0x7FC0);
+    product.run(one.gemm);
+    one.expect_biased("another alignment takes another plan");
+  }
+  expect(pretend.queries == before + 1, "which is then known");
+  one.gemm.a = static_cast<const uint8_t*>(one.gemm.a) + 1;
+  expect(te_cublaslt_run(product.made, &one.gemm) == TE_UNSUPPORTED, "what is off 16 bytes is unsupported");
+  one.gemm.a = nullptr;
+  expect(te_cublaslt_run(product.made, &one.gemm) == TE_INVALID_ARGUMENT, "and null an error");
+  one.gemm.d_dtype = TE_FLOAT16;
+  te_prepared_gemm* made = nullptr;
+  one.gemm.lda = 8;
+  expect(te_cublaslt_prepare(&one.gemm, &made) != TE_OK && made == nullptr, "so is what cannot be prepared");
+  expect(te_cublaslt_run(nullptr, &one.gemm) == TE_INVALID_ARGUMENT, "and what was not");
+}
+
+void prepared_otherwise() {
+  Case one(6);  // an FP8 result with an amax, that is cleared first, and no workspace of the caller's
+  std::vector<uint8_t> q(6 * kLdd);
+  alignas(16) float scale = 0.5f;
+  float amax = 1e30f;
+  one.gemm.d = q.data();
+  one.gemm.ldd = 48;
+  q.resize(6 * 48);
+  one.gemm.d = q.data();
+  one.gemm.d_dtype = TE_FLOAT8_E4M3;
+  one.gemm.d_scale = &scale;
+  one.gemm.amax_d = &amax;
+  const Prepared product(one.gemm);
+  for (int round = 0; round < 3; ++round) {
+    amax = 1e30f;
+    product.run(one.gemm);
+    float want = 0.0f;
+    for (int64_t i = 0; i < 6; ++i) {
+      for (int64_t j = 0; j < kN; ++j) want = std::max(want, std::fabs(one.product(i, j)));
+    }
+    expect(std::fabs(amax - want) <= 1e-4f * want, "amax is cleared before each run");
+  }
+  one.gemm.m = 0;
+  const Prepared nothing(one.gemm);
+  nothing.run(one.gemm);
+}
+
+void prepared_threads() {
+  BiasedCase first(5);
+  const Prepared product(first.gemm);
+  product.run(first.gemm);
+  std::vector<std::unique_ptr<BiasedCase>> cases;
+  std::vector<std::thread> threads;
+  for (int at = 0; at < 3; ++at) {
+    cases.push_back(std::make_unique<BiasedCase>(5));
+    cases.back()->a_scale_inv = 0.01f * static_cast<float>(at + 1);
+  }
+  for (auto& each : cases) {
+    threads.emplace_back([&product, &each] {
+      for (int round = 0; round < 50; ++round) {
+        std::fill(each->d16.begin(), each->d16.end(), 0x7FC0);
+        product.run(each->gemm);
+        each->expect_biased("threads do not mix");
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
   const std::map<std::string, void (*)()> checks = {
       {"numbers", numbers},           {"bias", bias},     {"gelu", gelu},       {"bias_gradient", bias_gradient},
       {"accumulation", accumulation}, {"timing", timing}, {"capture", capture}, {"lengths", lengths},
-      {"refusals", refusals},         {"addend", addend}};
+      {"refusals", refusals},         {"addend", addend}, {"prepared", prepared},
+      {"prepared_alignment", prepared_alignment}, {"prepared_otherwise", prepared_otherwise},
+      {"prepared_threads", prepared_threads}};
   for (int i = 1; i < count; ++i) checks.at(arguments[i])();
   std::puts("passed");
   return 0;

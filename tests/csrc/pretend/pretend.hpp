@@ -8,6 +8,7 @@ struct Pretend {
   int allocated = 0;          // blocks not yet freed
   int products = 0;           // products run so far
   int last_algorithm = -1;
+  int sets = 0;               // attributes of products that were set
   int queries = 0;            // times the library was asked for suggestions
 };
 
