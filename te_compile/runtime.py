@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import innermost_fn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from te_compile import state
@@ -59,6 +61,14 @@ def history_length(recipe: Recipe) -> int:
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 0
 
 
+_Found = tuple[int, list[int], list[torch.device]]
+"""All that the states of weights were found by: what :func:`te_compile.state.version` was then, and of each weight the
+identity and the device."""
+
+_NOTHING: tuple[_Found | None, list[Tensor]] = None, []
+_device_of = attrgetter("device")
+
+
 class Runner:
     """Calls the compiled graph with the states and FP8 copies of this call's own parameters in front of the arguments.
 
@@ -80,6 +90,7 @@ class Runner:
         self.signature, self.history_length = signature, history_length(recipe)
         self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
+        self.found: dict[int, tuple[_Found, list[Tensor]]] = {}  # by the id of the first weight
         self.copies = [
             CopiesOfGroup(group, [given.index(weight) for weight in group.weights], replays_cuda_graphs)
             for group in signature.groups
@@ -97,11 +108,24 @@ class Runner:
         return self.compiled(*extra, *args)
 
     def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
-        training = self.signature.training
         state.poll()
+        weights = [args[position] for position in self.positions]
+        version = state.version()
+        by = version, list(map(id, weights)), list(map(_device_of, weights))
+        found, states = self.found.get(by[1][0], _NOTHING)
+        if found != by:
+            if found is not None and found[0] != version:
+                self.found.clear()  # it would keep alive what is gone
+            states = self._looked_up(weights)
+            if state.version() == version and not isinstance(weights[0], FakeTensor):
+                self.found[by[1][0]] = by, states
+        return states.copy()
+
+    def _looked_up(self, weights: list[Tensor]) -> list[Tensor]:
+        training = self.signature.training
         states = [
-            state.state_of(args[position], self.history_length, training=training, gradient_max=self.gradient_max)
-            for position in self.positions
+            state.state_of(weight, self.history_length, training=training, gradient_max=self.gradient_max)
+            for weight in weights
         ]
         extra = [each.forward for each in states]
         if training:

@@ -94,6 +94,18 @@ class ParameterState:
 # By id(parameter), then L. An entry goes when its parameter dies, before the id can be anyone else's. A plain dict,
 # because a step looks up every weight of the model: a WeakIdKeyDictionary takes four times as long.
 _states: dict[int, dict[int, ParameterState]] = {}
+_changes = itertools.count(1)
+_version = {"now": 0}
+
+
+def version() -> int:
+    """Another number whenever :func:`state_of` may find, for parameters that stay where they are, something else than
+    before, or find something to do."""
+    return _version["now"]
+
+
+def _changed() -> None:
+    _version["now"] = next(_changes)
 
 
 def state_of(
@@ -151,12 +163,19 @@ def _create(parameter: Tensor, history_length: int) -> ParameterState:
     key = id(parameter)
     if key not in _states:
         _states[key] = {}
-        weakref.finalize(parameter, _states.pop, key).atexit = False
+        weakref.finalize(parameter, _forget, key).atexit = False
     state = _states[key][history_length] = _fresh(parameter, history_length)
+    _changed()
     _await_scales(state, "forward")
     for number in (state.forward_number, state.backward_number):
         weakref.finalize(state, _stop_waiting, number).atexit = False
     return state
+
+
+def _forget(key: int) -> None:
+    """A parameter is gone."""
+    del _states[key]
+    _changed()
 
 
 def _require_no_other_loaded(parameter: Tensor, history_length: int) -> None:
@@ -175,6 +194,7 @@ def _aim(state: ParameterState, gradient_max: float) -> None:
     with torch.inference_mode(False), torch.no_grad():
         state.backward.copy_(state.backward_for(gradient_max))
     state.gradient_max = gradient_max
+    _changed()
 
 
 def _move(state: ParameterState, parameter: Tensor) -> None:
@@ -186,6 +206,7 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
         else:
             state.forward = state.forward.to(parameter.device)
             state.backward = state.backward.to(parameter.device)
+    _changed()
 
 
 # --- which states still lack a scale, asked without ever stalling a device -----------------------------------------
@@ -294,6 +315,7 @@ def drop_unused(parameter: Tensor) -> None:
     by_length = states_of(parameter)
     for length in [length for length, state in by_length.items() if state.only_loaded]:
         del by_length[length]
+        _changed()
 
 
 def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
@@ -310,6 +332,7 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
         state.forward.copy_(forward)
         state.backward.copy_(backward)
     state.gradient_max = GRADIENT_MAX
+    _changed()
     _looks.clear()  # what is on its way from the device was read before
     for number, direction, loaded in (
         (state.forward_number, "forward", forward),

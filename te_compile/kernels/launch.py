@@ -9,15 +9,16 @@ multiple of 16, or beyond 32 bits. Tensors are handed over as addresses, which s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from te_compile.kernels import ahead
+from te_compile.kernels import ahead, player
 from te_compile.kernels.kernel_hashes import hash_from_below
-from te_compile.kernels.recording import STREAM, here
+from te_compile.kernels.recording import STREAM, Step, here
 
 Programs = tuple[int, int, int]
 
@@ -79,6 +80,41 @@ class Repeated:
         self.bound = compiled, self.programs, device, values + rest
         if not is_new:
             self()
+
+    def step(self) -> Step | None:
+        """The launch as replays know it; None before it was made for the first time."""
+        if self.bound is None:
+            return None
+        compiled, programs, _, values = self.bound
+        run = (compiled.function, compiled.packed_metadata, None, None, None)
+        stream = len(programs)
+        return Step(compiled.run, [*programs, None, *run, *values], [(stream, -1, 0)], compiled)
+
+
+class Launches:
+    """Launches on one device that are made one after the other again and again, by the C++ core where there is one."""
+
+    def __init__(self, each: Sequence[Repeated]) -> None:
+        self.each, self.device = each, -1
+        self.play: Callable[[list[Tensor], list[int], int, int], Any] | None = None
+        self.is_settled = False  # who makes them, from the second time on
+
+    def __call__(self) -> None:
+        """Launch all on the current stream; their device must be the current one."""
+        if self.play is not None and here.rehearsal is None and not is_watched():
+            self.play([], [], self.device, torch._C._cuda_getCurrentRawStream(self.device))
+            return
+        for launch in self.each:
+            launch()
+        if not self.is_settled:
+            self._settle()
+
+    def _settle(self) -> None:
+        steps = [launch.step() for launch in self.each]
+        made = [step for step in steps if step is not None]
+        if made and len(made) == len(steps):
+            self.is_settled, self.play = True, player.launches(made)
+            self.device = next(launch.bound[2] for launch in self.each if launch.bound is not None)
 
 
 def _read(

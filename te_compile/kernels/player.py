@@ -26,10 +26,11 @@ from torch import Tensor
 
 from te_compile.kernels import buffers, native
 from te_compile.kernels.driver_launch import driver_launch
+from te_compile.kernels.recording import Step
 from te_compile.ops import calibration
 
 if TYPE_CHECKING:
-    from te_compile.kernels.replay import Binding, Step, Tape
+    from te_compile.kernels.replay import Binding, Tape
 
 _by_python = {"wanted": False}
 _STREAM, _FIRST = 3, 9  # of a launcher's arguments, after the programs; the first one that is the kernel's own
@@ -144,12 +145,13 @@ def bind(place: Any, binding: Binding | None, positional: int, named: int) -> No
 # --- launches alone ---------------------------------------------------------------------------------------------------
 
 
-def launches(steps: Sequence[Step]) -> Callable[..., Any] | None:
-    """``(tensors, addresses, device, stream)``, without tensors: make these launches. None where Python must."""
+def launches(steps: Sequence[Step]) -> Callable[[list[Tensor], list[int], int, int], Any] | None:
+    """What makes these launches, of no tensors of the call's own. None where Python must."""
     plays = core()
     if plays is None:
         return None
+    launched = not plays.driver_missing()
     made: Callable[..., Any] = plays.player(
-        0, [], [_step(step, plays, not plays.driver_missing()) for step in steps], [], [step.kernel for step in steps]
+        0, [], [_step(step, plays, launched) for step in steps], [], [step.kernel for step in steps]
     )
     return made

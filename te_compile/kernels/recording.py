@@ -15,12 +15,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 STREAM = object()
 """Stands among the arguments of a call for the stream that is current when it is made."""
+
+
+class Step(NamedTuple):
+    """A function, its arguments, and where among these go addresses: (argument, tensor, bytes into it). The stream is
+    tensor -1. kernel: the Triton kernel that it launches, if it does."""
+
+    function: Callable[..., Any]
+    template: list[Any]
+    places: list[tuple[int, int, int]]
+    kernel: Any = None
 
 
 class Recorder(Protocol):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_compile.kernels import buffers, player
 from te_compile.kernels.launch import is_watched
-from te_compile.kernels.recording import STREAM, here
+from te_compile.kernels.recording import STREAM, Step, here
 from te_compile.ops import calibration
 
 MOST_KINDS = 1024  # of calls of one operator; beyond it all are forgotten, as shapes seem to be new each time
@@ -38,16 +38,6 @@ _LAUNCH_NOTHING = {  # and make no memory
     _aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.select.int, _aten.slice.Tensor,
     _aten.promote_types.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten.view.dtype,
 }  # fmt: skip
-
-
-class Step(NamedTuple):
-    """A function, its arguments, and where among these go addresses: (argument, tensor, bytes into it). The stream is
-    tensor -1. kernel: the Triton kernel that it launches, if it does."""
-
-    function: Callable[..., Any]
-    template: list[Any]
-    places: list[tuple[int, int, int]]
-    kernel: Any = None
 
 
 class Tape:

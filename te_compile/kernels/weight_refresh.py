@@ -27,7 +27,7 @@ from torch import Tensor
 
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.device_tables import address_table, device_table
-from te_compile.kernels.launch import Repeated
+from te_compile.kernels.launch import Launches, Repeated
 from te_compile.kernels.quantize import TRITON_DTYPES, record_amax, rule_constants, scale_from_amax
 from te_compile.kernels.recording import address_of
 from te_compile.kernels.weights import (
@@ -171,7 +171,7 @@ class TritonRefresher:
             self.verdicts, self.scratch = torch.empty_like(self.fingerprints), torch.zeros_like(like)
             self.done = torch.zeros((), dtype=torch.int32, device=like.device)
             self.constants = self._constants(matrices, addresses)
-            self._launches: dict[tuple[bool, bool, bool], list[Repeated]] = {}
+            self._launches: dict[tuple[bool, bool, bool], Launches] = {}
             self._check(matrices[0].element_size(), force=True)()
 
     @staticmethod
@@ -196,10 +196,10 @@ class TritonRefresher:
         launches = self._launches.get((measured, record, force))
         if launches is None:
             element = weights[0].element_size()
-            launches = self._launches[measured, record, force] = self._prepared(element, measured, record, force)
+            prepared = self._prepared(element, measured, record, force)
+            launches = self._launches[measured, record, force] = Launches(prepared)
         with on_device_of(self.like):
-            for each in launches:
-                each()
+            launches()
 
     def _check(self, element: int, force: bool) -> Repeated:
         return Repeated(
