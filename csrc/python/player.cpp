@@ -332,14 +332,24 @@ void destroy_player(PyObject* self) {
 }
 
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
-PyGetSetDef no_properties[] = {{nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyObject* steps_of(PyObject* self, void*) {
+  Py_ssize_t native = 0;
+  const std::vector<Step>& steps = reinterpret_cast<Player*>(self)->work->steps;
+  for (const Step& step : steps) native += step.is_native();
+  return Py_BuildValue("(nn)", native, static_cast<Py_ssize_t>(steps.size()));
+}
+
+PyGetSetDef properties[] = {
+    {"steps", &steps_of, nullptr, "(how many need no Python, of how many)", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
 
 }  // namespace
 
 void add_player_type() {
   data_ptr = PyUnicode_InternFromString("data_ptr");
   player_type = make_type<Player>("te_compile._native.Player", "Memory, steps and results of one kind of call.",
-                                  &traverse_player, nullptr, &destroy_player, no_methods, no_properties);
+                                  &traverse_player, nullptr, &destroy_player, no_methods, properties);
 }
 
 Player* new_player(std::unique_ptr<Work> work) {

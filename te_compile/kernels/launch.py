@@ -81,15 +81,6 @@ class Repeated:
         if not is_new:
             self()
 
-    def step(self) -> Step | None:
-        """The launch as replays know it; None before it was made for the first time."""
-        if self.bound is None:
-            return None
-        compiled, programs, _, values = self.bound
-        run = (compiled.function, compiled.packed_metadata, None, None, None)
-        stream = len(programs)
-        return Step(compiled.run, [*programs, None, *run, *values], [(stream, -1, 0)], compiled)
-
 
 class Launches:
     """Launches on one device that are made one after the other again and again, by the C++ core where there is one."""
@@ -97,7 +88,7 @@ class Launches:
     def __init__(self, each: Sequence[Repeated]) -> None:
         self.each, self.device = each, -1
         self.play: Callable[[list[Tensor], list[int], int, int], Any] | None = None
-        self.is_settled = False  # who makes them, from the second time on
+        self.is_settled = False  # is it known who makes them from now on?
 
     def __call__(self) -> None:
         """Launch all on the current stream; their device must be the current one."""
@@ -110,11 +101,17 @@ class Launches:
             self._settle()
 
     def _settle(self) -> None:
-        steps = [launch.step() for launch in self.each]
-        made = [step for step in steps if step is not None]
-        if made and len(made) == len(steps):
-            self.is_settled, self.play = True, player.launches(made)
-            self.device = next(launch.bound[2] for launch in self.each if launch.bound is not None)
+        bound = [launch.bound for launch in self.each if launch.bound is not None]
+        self.is_settled = len(bound) == len(self.each)
+        if bound and self.is_settled and player.core() is not None:
+            self.device = bound[0][2]
+            self.play = player.launches([_step(*each) for each in bound])
+
+
+def _step(compiled: Any, programs: Programs, device: int, values: tuple[Any, ...]) -> Step:
+    """The launch as replays know it."""
+    run = (compiled.function, compiled.packed_metadata, None, None, None)
+    return Step(compiled.run, [*programs, None, *run, *values], [(len(programs), -1, 0)], compiled)
 
 
 def _read(

@@ -1,12 +1,18 @@
-"""Operators as generated code calls them on a GPU: replayed, and to the bit what their code does."""
+"""Operators as generated code calls them on a GPU: replayed, and to the bit what their code does.
+
+By Python and by the C++ core, which must need Python for none of their launches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor, nn
 
 from te_compile.ops.library import implementations
@@ -17,12 +23,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from te_compile import direct
-from te_compile.kernels import native
+from te_compile.kernels import buffers, native, player
 from te_compile.kernels.replay import Replayed
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule().text()
 SPEC = "x0: bfloat16[M, K]; t0 = relu(x0); quantize t0; emit t0: bfloat16; sum t0: float32"
+PAIR = "x0: bfloat16[M, K]; t0 = relu(x0); t1 = neg(x0); quantize t0; quantize t1"
+CORE_LAUNCHES = {"norm, core"}  # kernels of the core's own: called from Python, by either
 NEEDS_CORE = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="the core was built without CUDA")
 
 
@@ -79,6 +87,17 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
         "fused_quantize",
         lambda: (([matrix(64, 128)], scale(), SPEC, E4M3, True, True, RULE), {"implementation": "triton"}),
     ),
+    "pair": (
+        "fused_quantize_pair",
+        lambda: (
+            ([matrix(64, 128)], scale(), scale(), PAIR, E5M2, True, True, True, True, RULE),
+            {"implementation": "triton"},
+        ),
+    ),
+    "producer, current": (
+        "fused_quantize",
+        lambda: (([matrix(64, 128)], None, SPEC, E4M3, True, True, RULE), {"implementation": "triton"}),
+    ),
     "norm, two passes": ("norm_quantize", lambda: norm("rms", "triton", True)),
     "norm, rows alone": ("norm_quantize", lambda: norm("layer", "triton", False)),
     "norm backward": ("norm_backward", norm_backward),
@@ -104,20 +123,161 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=NEEDS_CORE if c in OF_THE_CORE else ()) for c in CALLS])
-def test_replays_give_the_bits_of_the_operators_code(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["Python", pytest.param("core", marks=NEEDS_CORE)])
+def by(request: pytest.FixtureRequest) -> Iterator[str]:
+    with player.by_python() if request.param == "Python" else nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scale is missing."""
     monkeypatch.setattr("te_compile.ops.calibration._waiting", set())
+
+
+def warm(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The operator at a place of its own, where it is replayed from now on."""
+    place = Replayed(name, implementations[name]).site()
+    for _ in range(3):
+        place(*arguments, **named)
+    assert place.bound  # type: ignore[attr-defined]
+    return place
+
+
+def quantized(x: Tensor, used: Tensor) -> tuple[Any, ...]:
+    return (x, used, E4M3, True, True, RULE)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=NEEDS_CORE if c in OF_THE_CORE else ()) for c in CALLS])
+def test_replays_give_the_bits_of_the_operators_code(case: str, placed: bool, by: str, calibrated: None) -> None:
     name, make = CALLS[case]
-    replayed = Replayed(name, implementations[name], name in direct.BY_ADDRESS)
-    for _ in range(5):
+    operator = Replayed(name, implementations[name], name in direct.BY_ADDRESS)
+    replayed = operator.site() if placed else operator
+    for _ in range(6):
         arguments, named = make()
         if name == "snapshot":
             STATES[0].uniform_()
         got = flat(replayed(*arguments, **named))
         wanted = flat(implementations[name](*arguments, **named))
         assert len(got) == len(wanted) and all(map(same, got, wanted))
-    (tape,) = replayed.tapes.values()
-    assert tape is not None
+    (tape,) = operator.tapes.values()
+    assert tape is not None and (not placed or replayed.bound)  # type: ignore[attr-defined]
+    if by == "core" and case not in CORE_LAUNCHES:
+        native_steps, steps = tape.steps  # type: ignore[attr-defined]
+        assert native_steps == steps > 0
+
+
+@NEEDS_CORE
+def test_places_on_streams_and_in_threads_do_not_mix(calibrated: None) -> None:
+    """Products share a place and its plan; each thread is new to the device, and on a stream of its own or shared."""
+    (arguments, named), shared = gemm("cublaslt", True, False), torch.cuda.Stream()
+    place = warm("gemm", arguments, named)
+    quantize = warm("quantize", quantized(matrix(64, 128), scale()), {"implementation": "triton"})
+    wrong: list[str] = []
+
+    def run(stream: torch.cuda.Stream | None) -> None:
+        if stream is None:  # the default one, of a thread that has not asked for anything yet
+            check(8)
+            return
+        with torch.cuda.stream(stream):
+            check(30)
+
+    def check(turns: int) -> None:
+        for _ in range(turns):
+            given, options = gemm("cublaslt", True, False)
+            if not same(place(*given, **options), implementations["gemm"](*given, **options)):
+                wrong.append("gemm")
+            x, used = matrix(64, 128), scale()
+            got = quantize(*quantized(x, used), implementation="triton")
+            wanted = implementations["quantize"](*quantized(x, used), implementation="triton")
+            if not all(map(same, got, wanted)):
+                wrong.append("quantize")
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=(each,)) for each in (None, shared, shared, torch.cuda.Stream())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert not wrong
+
+
+@NEEDS_CORE
+def test_a_thread_may_begin_with_a_replay(calibrated: None) -> None:
+    x, used = matrix(64, 128), scale()
+    place = warm("quantize", quantized(x, used), {"implementation": "triton"})
+    wanted = quantize_reference(x, used, E4M3, True, True, ScaleRule())
+    torch.cuda.synchronize()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(place(*quantized(x, used), implementation="triton")))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert same(found[0][0], wanted[0]) and found[0][2] == wanted[2]
+
+
+@NEEDS_CORE
+def test_replays_leave_no_memory_behind_but_one_workspace(calibrated: None) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        arguments, named = gemm("cublaslt", False, True)
+        place = warm("gemm", arguments, named)
+        place(*arguments, **named)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(50):
+            place(*arguments, **named)
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    workspaces = [found for (_, on, _), found in buffers.lent_workspaces.items() if on == stream.cuda_stream]
+    assert [len(found) for found in workspaces] == [1]
+
+
+def test_whoever_watches_launches_sees_those_of_a_place(by: str, calibrated: None) -> None:
+    x, used = matrix(64, 128), scale()
+    place = warm("quantize", quantized(x, used), {"implementation": "triton"})
+    hooks = triton.knobs.runtime.launch_enter_hook
+    seen: list[str] = []
+
+    def note(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    hooks.add(note)
+    try:
+        place(*quantized(x, used), implementation="triton")
+    finally:
+        hooks.remove(note)
+    assert "_quantize_kernel" in seen
+    place(*quantized(x, used), implementation="triton")
+    assert len(seen) == 1
+    with torch.profiler.profile() as profiler:
+        place(*quantized(x, used), implementation="triton")
+    assert "te::quantize" in {event.key for event in profiler.key_averages()}
+
+
+def test_a_graph_captures_what_a_place_launches(by: str, calibrated: None) -> None:
+    x, used = matrix(64, 128), scale()
+    place = warm("quantize", quantized(x, used), {"implementation": "triton"})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, _, amax, _ = place(*quantized(x, used), implementation="triton")
+    for factor in (1, 3):
+        x.mul_(factor)
+        graph.replay()
+        wanted = quantize_reference(x, used, E4M3, True, True, ScaleRule())
+        assert same(q, wanted[0]) and amax == wanted[2]
+
+
+def test_a_place_meets_another_alignment(by: str, calibrated: None) -> None:
+    place = warm("quantize", quantized(matrix(64, 128), scale()), {"implementation": "triton"})
+    packed = torch.randn(64 * 128 + 1, device="cuda", dtype=BF16)
+    x, used = packed[1:].view(64, 128), scale()
+    for _ in range(4):
+        got = place(*quantized(x, used), implementation="triton")
+        wanted = quantize_reference(x, used, E4M3, True, True, ScaleRule())
+        assert same(got[0], wanted[0]) and same(got[1], wanted[1])
 
 
 def test_another_stream_gets_memory_and_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

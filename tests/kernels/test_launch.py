@@ -9,7 +9,8 @@ import torch
 import triton
 
 from te_compile.kernels import launch as module
-from te_compile.kernels.launch import Repeated, launch
+from te_compile.kernels import native, player
+from te_compile.kernels.launch import Launches, Repeated, launch
 
 
 class Kernel:
@@ -138,3 +139,33 @@ def test_a_repeated_launch_decides_once_and_runs_on_the_stream_of_the_moment(
     other = Repeated(kernel, 7, torch.ones(128), None, 7, 0.1, **constants)
     other()
     assert len(kernel.compiled) == 1 and kernel.run[-1][0] == (7, 1, 1), "another launch of the same form"
+
+
+NEEDS_CORE = pytest.mark.skipif(bool(native.missing()), reason="the C++ core is not built")
+
+
+@pytest.mark.parametrize("by_core", [False, pytest.param(True, marks=NEEDS_CORE)])
+def test_launches_are_repeated_in_order_on_the_stream_of_the_moment(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, by_core: bool
+) -> None:
+    monkeypatch.setattr(player, "core", lambda: native.module() if by_core else None)
+    x, y = torch.zeros(64), torch.ones(64)
+    constants = {"TILE": 64, "FLAG": True, "num_warps": 4}
+    first = Repeated(kernel, 3, x, None, 5, 0.5, **constants)
+    both = Launches([first, Repeated(kernel, 4, y, None, 7, 0.1, **constants)])
+    both()
+    assert len(kernel.compiled) == 1 and len(kernel.run) == 1, "the first is compiled by its launch"
+    assert (both.play is not None) is by_core
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    wanted = [
+        ((3, 1, 1), (x.data_ptr(), None, 5, 0.5, 64, True), 99, "alone"),
+        ((4, 1, 1), (y.data_ptr(), None, 7, 0.1, 64, True), 99, "alone"),
+    ]
+    for _ in range(2):
+        kernel.run.clear()
+        both()
+        assert kernel.run == wanted
+    monkeypatch.setattr(module, "is_watched", lambda: True)
+    kernel.run.clear()
+    both()
+    assert [how for *_, how in kernel.run] == ["watched"] * 2
