@@ -35,16 +35,35 @@ int64_t clusters_at_once(Kernel kernel, const cudaLaunchConfig_t& config, int de
   return known[key] = clusters;
 }
 
+/// Lets the kernel have so much shared memory, and such clusters, on the current device. Asked for once: what was granted
+/// stays, until a smaller grant takes it back.
+template <typename Kernel>
+void allow(Kernel kernel, size_t bytes, int blocks_of_cluster, int device) {
+  struct Granted {
+    size_t bytes = 0;
+    bool large_clusters = false;
+  };
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, Granted> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Granted& granted = known[{reinterpret_cast<const void*>(kernel), device}];
+  if (bytes > granted.bytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               "te_cuda_norm_quantize: shared memory");
+    granted.bytes = bytes;
+  }
+  if (blocks_of_cluster > kPortableCluster && !granted.large_clusters) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "te_cuda_norm_quantize: cluster size");
+    granted.large_clusters = true;
+  }
+}
+
 template <typename T, bool Centre, bool RoundFirst>
 void launch(const Task& task, int device, cudaStream_t stream) {
   const auto kernel = norm_quantize_kernel<T, Centre, RoundFirst>;
   const size_t bytes = static_cast<size_t>(kStages) * kRows * task.columns_of_block * sizeof(T);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-             "te_cuda_norm_quantize: shared memory");
-  if (task.blocks_of_cluster > kPortableCluster) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "te_cuda_norm_quantize: cluster size");
-  }
+  allow(kernel, bytes, task.blocks_of_cluster, device);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(task.blocks_of_cluster);

@@ -91,11 +91,11 @@ void cuda_quantize(int device, Address x, int x_dtype, int64_t rows, int64_t col
                          pointer<void>(stream)));
 }
 
-void cuda_norm_quantize(int device, Address x, int x_dtype, int64_t rows, int64_t columns, int64_t stride,
-                        Address weight, int weight_dtype, float weight_offset, Address bias, int bias_dtype,
-                        bool centre, bool round_first, float eps, Address scale, bool measure, float fp8_max,
-                        int margin, float epsilon, bool power_2, Address y, Address q, Address qt, Address amax,
-                        Address scale_inv, Address mean, Address rstd, Address stream) {
+te_norm norm_of(int device, Address x, int x_dtype, int64_t rows, int64_t columns, int64_t stride, Address weight,
+                int weight_dtype, float weight_offset, Address bias, int bias_dtype, bool centre, bool round_first,
+                float eps, Address scale, bool measure, float fp8_max, int margin, float epsilon, bool power_2,
+                Address y, Address q, Address qt, Address amax, Address scale_inv, Address mean, Address rstd,
+                Address stream) {
   te_norm norm{};
   norm.device = device;
   norm.x = pointer<const void>(x);
@@ -122,7 +122,7 @@ void cuda_norm_quantize(int device, Address x, int x_dtype, int64_t rows, int64_
   norm.mean = pointer<float>(mean);
   norm.rstd = pointer<float>(rstd);
   norm.stream = pointer<void>(stream);
-  check(te_cuda_norm_quantize(&norm));
+  return norm;
 }
 
 void cuda_update_scales(int device, const std::vector<Address>& states, const std::vector<Address>& amaxes,
@@ -174,29 +174,32 @@ te_gemm gemm_of(int device, Address a, Address b, Address d, Address a_scale_inv
   return gemm;
 }
 
-template <te_status (*Call)(const te_gemm*), typename... Arguments>
-void with_gemm(Arguments... arguments) {
-  const te_gemm gemm = gemm_of(arguments...);
-  check(Call(&gemm));
-}
+/// A function over the arguments that make a request, so that their list stands in one place.
+template <auto Call, auto Make>
+struct Over;
+template <typename Request, typename... Arguments, te_status (*Call)(const Request*), Request (*Make)(Arguments...)>
+struct Over<Call, Make> {
+  static void run(Arguments... arguments) {
+    const Request request = Make(arguments...);
+    check(Call(&request));
+  }
+  /// The request of a Python sequence of these arguments.
+  static Request of(const py::sequence& arguments) {
+    if (arguments.size() != sizeof...(Arguments)) {
+      throw py::value_error("these are not as many arguments as the function takes");
+    }
+    return of(arguments, std::index_sequence_for<Arguments...>{});
+  }
 
-/// A function over gemm_of's arguments, so that the list stands in one place.
-template <te_status (*Call)(const te_gemm*), typename... Arguments>
-auto over_gemm(te_gemm (*)(Arguments...)) {
-  return &with_gemm<Call, Arguments...>;
-}
+ private:
+  template <size_t... At>
+  static Request of(const py::sequence& arguments, std::index_sequence<At...>) {
+    return Make(py::cast<Arguments>(py::object(arguments[At]))...);
+  }
+};
 
-/// gemm_of over a Python sequence.
-template <typename... Arguments, size_t... At>
-te_gemm gemm_of_sequence(te_gemm (*)(Arguments...), const py::sequence& arguments, std::index_sequence<At...>) {
-  if (arguments.size() != sizeof...(Arguments)) throw py::value_error("not as many arguments as cublaslt_gemm takes");
-  return gemm_of(py::cast<Arguments>(py::object(arguments[At]))...);
-}
-
-template <typename... Arguments>
-te_gemm gemm_of_sequence(te_gemm (*over)(Arguments...), const py::sequence& arguments) {
-  return gemm_of_sequence(over, arguments, std::index_sequence_for<Arguments...>{});
-}
+using Product = Over<&te_cublaslt_gemm, &gemm_of>;
+using Norm = Over<&te_cuda_norm_quantize, &norm_of>;
 
 PyObject* native_error = nullptr;
 PyObject* unsupported = nullptr;
@@ -218,7 +221,9 @@ std::pair<int64_t, int64_t> cublaslt_plans() {
 
 namespace te_compile::python {
 
-te_gemm gemm_of_arguments(const py::sequence& arguments) { return gemm_of_sequence(&gemm_of, arguments); }
+te_gemm gemm_of_arguments(const py::sequence& arguments) { return Product::of(arguments); }
+
+te_norm norm_of_arguments(const py::sequence& arguments) { return Norm::of(arguments); }
 
 void set_error_of(te_status status) {
   const bool refused = status == TE_UNSUPPORTED || status == TE_NOT_BUILT;
@@ -260,7 +265,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("cuda_quantize", &cuda_quantize, unlocked,
              "(device, x, x_dtype, rows, columns, scale, measure, fp8_max, margin, epsilon, power_2, dtype, q, qt, "
              "amax, scale_inv, stream)");
-  module.def("cuda_norm_quantize", &cuda_norm_quantize, unlocked,
+  module.def("cuda_norm_quantize", &Norm::run, unlocked,
              "(device, x, x_dtype, rows, columns, stride, weight, weight_dtype, weight_offset, bias, bias_dtype, "
              "centre, round_first, eps, scale, measure, fp8_max, margin, epsilon, power_2, y, q, qt, amax, scale_inv, "
              "mean, rstd, stream)");
@@ -270,8 +275,8 @@ PYBIND11_MODULE(_native, module) {
       "(device, a, b, d, a_scale_inv, b_scale_inv, d_scale, amax_d, bias, aux, addend, m, n, k, lda, ldb, ldd, ld_aux, "
       "ld_addend, a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype, epilogue, fast_accumulation, workspace, "
       "workspace_bytes, candidates, stream)";
-  module.def("cublaslt_gemm", over_gemm<te_cublaslt_gemm>(&gemm_of), unlocked, gemm_arguments);
-  module.def("cublaslt_check", over_gemm<te_cublaslt_check>(&gemm_of), unlocked, gemm_arguments);
+  module.def("cublaslt_gemm", &Product::run, unlocked, gemm_arguments);
+  module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
   te_compile::python::add_replay(module);

@@ -58,8 +58,8 @@ Ref made(const Make& make, Stream& stream) {
   if (make.how == Make::kFresh) {
     std::array<PyObject*, 5> arguments{};  // the first is the callee's to write
     for (size_t at = 0; at < make.arguments.size(); ++at) arguments[at + 1] = make.arguments[at].get();
-    return Ref(PyObject_Vectorcall(make.function.get(), arguments.data() + 1,
-                                   make.arguments.size() | kOffset, nullptr));
+    const size_t count = make.arguments.size() | kOffset;
+    return Ref(PyObject_Vectorcall(make.function.get(), arguments.data() + 1, count, nullptr));
   }
   if (make.table) {
     const Ref key = key_of(stream, make.kind.get());
@@ -71,8 +71,7 @@ Ref made(const Make& make, Stream& stream) {
   if (number == nullptr) return Ref();
   PyObject* arguments[] = {nullptr, stream.device(), number, make.kind.get()};
   const size_t count = make.how == Make::kStock ? 3 : 2;
-  return Ref(PyObject_Vectorcall(make.function.get(), arguments + 1, count | kOffset,
-                                 nullptr));
+  return Ref(PyObject_Vectorcall(make.function.get(), arguments + 1, count | kOffset, nullptr));
 }
 
 /// Puts back what was borrowed when the call is over, however it ends: what it launched on this stream comes before what
@@ -138,8 +137,8 @@ bool call(const Call& call, const uintptr_t* addresses) {
     numbers.add(number);
     arguments[spot.where + 1] = number;
   }
-  return static_cast<bool>(Ref(PyObject_Vectorcall(call.function.get(), arguments.data() + 1,
-                                                   length | kOffset, nullptr)));
+  const Ref result(PyObject_Vectorcall(call.function.get(), arguments.data() + 1, length | kOffset, nullptr));
+  return static_cast<bool>(result);
 }
 
 driver::Result run(const Launch& launch, const driver::Driver& driver, const uintptr_t* addresses, size_t stream) {
@@ -153,13 +152,14 @@ driver::Result run(const Launch& launch, const driver::Driver& driver, const uin
                        launch.shared_bytes, reinterpret_cast<void*>(addresses[stream]), parameters.data(), nullptr);
 }
 
-te_gemm pointed(const Product& product, const uintptr_t* addresses) {
-  te_gemm gemm = product.gemm;
-  for (const Spot& spot : product.spots) {
+/// The request with this call's addresses in it.
+template <typename Request>
+Request pointed(Request request, const std::vector<Spot>& spots, const uintptr_t* addresses) {
+  for (const Spot& spot : spots) {
     const uintptr_t address = addresses[spot.tensor] + static_cast<uintptr_t>(spot.offset);
-    std::memcpy(reinterpret_cast<char*>(&gemm) + spot.where, &address, sizeof address);
+    std::memcpy(reinterpret_cast<char*>(&request) + spot.where, &address, sizeof address);
   }
-  return gemm;
+  return request;
 }
 
 Trouble run_natively(const Step* first, const Step* last, const driver::Driver* driver, const uintptr_t* addresses,
@@ -168,12 +168,25 @@ Trouble run_natively(const Step* first, const Step* last, const driver::Driver* 
   for (; first != last && !trouble; ++first) {
     if (first->launch) {
       trouble.driver = run(*first->launch, *driver, addresses, stream);
-    } else {
-      const te_gemm gemm = pointed(*first->product, addresses);
+    } else if (first->product) {
+      const te_gemm gemm = pointed(first->product->gemm, first->product->spots, addresses);
       trouble.core = te_cublaslt_run(first->product->prepared, &gemm);
+    } else {
+      const te_norm norm = pointed(first->norm->norm, first->norm->spots, addresses);
+      trouble.core = te_cuda_norm_quantize(&norm);
     }
   }
   return trouble;
+}
+
+/// What `body` returns, while other threads may run Python.
+template <typename Body>
+auto unlocked(const Body& body) {
+  const struct Unlocked {
+    PyThreadState* const state = PyEval_SaveThread();
+    ~Unlocked() { PyEval_RestoreThread(state); }
+  } while_running;
+  return body();
 }
 
 /// Is the driver there, with a context in this thread, and is every product among these steps prepared? Else Python does
@@ -189,7 +202,7 @@ const driver::Driver* ready(Step* first, const Step* last, const uintptr_t* addr
   if (driver->current_context(&context) != driver::kSuccess || context == nullptr) return nullptr;
   for (; first != last; ++first) {
     if (!first->product || first->product->prepared != nullptr) continue;
-    const te_gemm gemm = pointed(*first->product, addresses);
+    const te_gemm gemm = pointed(first->product->gemm, first->product->spots, addresses);
     if (te_cublaslt_prepare(&gemm, &first->product->prepared) != TE_OK) return nullptr;
   }
   return driver;
@@ -207,10 +220,7 @@ bool play_steps(Work& work, const uintptr_t* addresses) {
       ++step;
       continue;
     }
-    Trouble trouble;
-    Py_BEGIN_ALLOW_THREADS;
-    trouble = run_natively(step, last, driver, addresses, work.tensors());
-    Py_END_ALLOW_THREADS;
+    const Trouble trouble = unlocked([&] { return run_natively(step, last, driver, addresses, work.tensors()); });
     if (trouble) return set_error_of(trouble), false;
     step = last;
   }

@@ -50,12 +50,18 @@ struct Product {
   te_prepared_gemm* prepared = nullptr;  // by the first call, whose addresses are known
 };
 
+struct Norm {
+  te_norm norm{};
+  std::vector<Spot> spots;  // as a product's
+};
+
 /// `call` does the same by way of Python, and is all there is of a step of another kind.
 struct Step {
   Call call;
   std::optional<Launch> launch;
   std::optional<Product> product;
-  bool is_native() const { return launch || product; }
+  std::optional<Norm> norm;
+  bool is_native() const { return launch || product || norm; }
 };
 
 struct Work {

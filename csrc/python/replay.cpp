@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <map>
 
 #include "driver.hpp"
 #include "failure.hpp"
@@ -80,27 +81,43 @@ Launch launch_of(const py::tuple& description, size_t tensors) {
   return launch;
 }
 
-/// Where the address at this argument of cublaslt_gemm is kept.
-size_t field_of(size_t argument) {
-  constexpr size_t kStream = 29, kWorkspace = 26;
-  constexpr size_t kFields[] = {offsetof(te_gemm, a),           offsetof(te_gemm, b),       offsetof(te_gemm, d),
-                                offsetof(te_gemm, a_scale_inv), offsetof(te_gemm, b_scale_inv),
-                                offsetof(te_gemm, d_scale),     offsetof(te_gemm, amax_d),  offsetof(te_gemm, bias),
-                                offsetof(te_gemm, aux),         offsetof(te_gemm, addend)};
-  if (argument >= 1 && argument <= std::size(kFields)) return kFields[argument - 1];
-  if (argument == kWorkspace) return offsetof(te_gemm, workspace);
-  if (argument == kStream) return offsetof(te_gemm, stream);
-  throw py::value_error("a product has no address at argument " + std::to_string(argument));
+/// Where a request keeps the address that is this argument of the function that makes it.
+using Fields = std::map<size_t, size_t>;
+const Fields kFieldsOfProduct = {
+    {1, offsetof(te_gemm, a)},           {2, offsetof(te_gemm, b)},           {3, offsetof(te_gemm, d)},
+    {4, offsetof(te_gemm, a_scale_inv)}, {5, offsetof(te_gemm, b_scale_inv)}, {6, offsetof(te_gemm, d_scale)},
+    {7, offsetof(te_gemm, amax_d)},      {8, offsetof(te_gemm, bias)},        {9, offsetof(te_gemm, aux)},
+    {10, offsetof(te_gemm, addend)},     {26, offsetof(te_gemm, workspace)},  {29, offsetof(te_gemm, stream)}};
+const Fields kFieldsOfNorm = {
+    {1, offsetof(te_norm, x)},      {6, offsetof(te_norm, weight)}, {9, offsetof(te_norm, bias)},
+    {14, offsetof(te_norm, scale)}, {20, offsetof(te_norm, y)},     {21, offsetof(te_norm, q)},
+    {22, offsetof(te_norm, qt)},    {23, offsetof(te_norm, amax)},  {24, offsetof(te_norm, scale_inv)},
+    {25, offsetof(te_norm, mean)},  {26, offsetof(te_norm, rstd)},  {27, offsetof(te_norm, stream)}};
+
+std::vector<Spot> fields_of(const py::tuple& description, size_t tensors, const Fields& fields) {
+  const auto arguments = py::cast<py::sequence>(description[0]);
+  std::vector<Spot> spots = spots_of(description[1], tensors, arguments.size());
+  for (Spot& spot : spots) {
+    const auto field = fields.find(spot.where);
+    if (field == fields.end()) {
+      throw py::value_error("there is no address at argument " + std::to_string(spot.where));
+    }
+    spot.where = field->second;
+  }
+  return spots;
 }
 
 /// (cublaslt_gemm's arguments with 0 where addresses go, places among them)
 Product product_of(const py::tuple& description, size_t tensors) {
   Product product;
-  const auto arguments = py::cast<py::sequence>(description[0]);
-  product.gemm = gemm_of_arguments(arguments);
-  product.spots = spots_of(description[1], tensors, arguments.size());
-  for (Spot& spot : product.spots) spot.where = field_of(spot.where);
+  product.gemm = gemm_of_arguments(description[0]);
+  product.spots = fields_of(description, tensors, kFieldsOfProduct);
   return product;
+}
+
+/// The same of cuda_norm_quantize.
+Norm norm_of(const py::tuple& description, size_t tensors) {
+  return {norm_of_arguments(description[0]), fields_of(description, tensors, kFieldsOfNorm)};
 }
 
 Step step_of(const py::tuple& described, size_t tensors) {
@@ -112,8 +129,10 @@ Step step_of(const py::tuple& described, size_t tensors) {
     step.launch.emplace(launch_of(described[4], tensors));
   } else if (how == "product") {
     step.product.emplace(product_of(described[4], tensors));
+  } else if (how == "norm") {
+    step.norm.emplace(norm_of(described[4], tensors));
   } else {
-    throw py::value_error("a step is a 'launch' or a 'product', not '" + how + "'");
+    throw py::value_error("a step is a 'launch', a 'product' or a 'norm', not '" + how + "'");
   }
   return step;
 }

@@ -10,8 +10,9 @@
 
 namespace te_compile::python {
 
-/// The product of cublaslt_gemm's arguments, without its addresses.
+/// The requests that cublaslt_gemm and cuda_norm_quantize make of their arguments.
 te_gemm gemm_of_arguments(const pybind11::sequence& arguments);
+te_norm norm_of_arguments(const pybind11::sequence& arguments);
 
 /// Sets the Python exception that the module's functions raise for this status of the calling thread's last call.
 void set_error_of(te_status status);

@@ -6,7 +6,7 @@ therefore worked out here, once for each tape and each place in generated code, 
 
     memory    PyTorch's function with its arguments ready; amaxes from stock (buffers.py); workspace lent for the call
     steps     a Triton kernel as a launch by the driver (driver_launch.py), a product as one that cuBLASLt was prepared
-              for, anything else as the call of Python's that it was
+              for, a norm of the core's as the request that it is, anything else as the call of Python's that it was
     a place   where among the arguments the tensors are, and how their addresses must be aligned
 
 What must be asked at each call is asked each time, of the same functions and flags as in Python. Without the core,
@@ -15,6 +15,7 @@ or without its CUDA part, Python plays.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -32,6 +33,7 @@ from te_compile.ops import calibration
 if TYPE_CHECKING:
     from te_compile.kernels.replay import Binding, Tape
 
+LOG = logging.getLogger("te_compile")
 _by_python = {"wanted": False}
 _STREAM, _FIRST = 3, 9  # of a launcher's arguments, after the programs; the first one that is the kernel's own
 
@@ -61,10 +63,14 @@ def played(tape: Tape, given: int) -> Callable[..., Any]:
     plays = core()
     if plays is None:
         return tape
-    launches = not plays.driver_missing()
-    steps = [_step(step, plays, launches) for step in tape.steps]
     kept = (tape.kept, [step.kernel for step in tape.steps])  # a kernel's code is unloaded with it
-    player: Callable[..., Any] = plays.player(given, list(map(_made, tape.makes)), steps, tape.results, kept)
+    try:
+        player: Callable[..., Any] = plays.player(
+            given, list(map(_made, tape.makes)), _steps(tape.steps, plays), tape.results, kept
+        )
+    except (TypeError, ValueError, RuntimeError) as error:  # arguments of a kind that nobody has thought of
+        LOG.warning("a call is replayed by Python, for the C++ core cannot: %s", error)
+        return tape
     return player
 
 
@@ -79,13 +85,19 @@ def _made(make: Callable[[int, int], Tensor]) -> tuple[Any, ...]:
     return "called", make
 
 
+def _steps(steps: Sequence[Step], plays: ModuleType) -> list[tuple[Any, ...]]:
+    launches = not plays.driver_missing()
+    return [_step(step, plays, launches) for step in steps]
+
+
 def _step(step: Step, plays: ModuleType, launches: bool) -> tuple[Any, ...]:
     called = (step.function, step.template, step.places)
     if step.kernel is not None and launches:
         return _launch(step) or called
-    if step.function is plays.cublaslt_gemm and launches:
-        product = [0 if argument is None else argument for argument in step.template]
-        return (*called, "product", (product, step.places))
+    kinds = {plays.cublaslt_gemm: "product", plays.cuda_norm_quantize: "norm"}
+    if step.function in kinds and launches:
+        arguments = [0 if argument is None else argument for argument in step.template]
+        return (*called, kinds[step.function], (arguments, step.places))
     return called
 
 
@@ -150,8 +162,5 @@ def launches(steps: Sequence[Step]) -> Callable[[list[Tensor], list[int], int, i
     plays = core()
     if plays is None:
         return None
-    launched = not plays.driver_missing()
-    made: Callable[..., Any] = plays.player(
-        0, [], [_step(step, plays, launched) for step in steps], [], [step.kernel for step in steps]
-    )
+    made: Callable[..., Any] = plays.player(0, [], _steps(steps, plays), [], [step.kernel for step in steps])
     return made

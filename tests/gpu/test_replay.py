@@ -30,7 +30,6 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule().text()
 SPEC = "x0: bfloat16[M, K]; t0 = relu(x0); quantize t0; emit t0: bfloat16; sum t0: float32"
 PAIR = "x0: bfloat16[M, K]; t0 = relu(x0); t1 = neg(x0); quantize t0; quantize t1"
-CORE_LAUNCHES = {"norm, core"}  # kernels of the core's own: called from Python, by either
 NEEDS_CORE = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="the core was built without CUDA")
 
 
@@ -163,7 +162,7 @@ def test_replays_give_the_bits_of_the_operators_code(case: str, placed: bool, by
         assert len(got) == len(wanted) and all(map(same, got, wanted))
     (tape,) = operator.tapes.values()
     assert tape is not None and (not placed or replayed.bound)  # type: ignore[attr-defined]
-    if by == "core" and case not in CORE_LAUNCHES:
+    if by == "core":
         native_steps, steps = tape.steps  # type: ignore[attr-defined]
         assert native_steps == steps > 0
 

@@ -160,7 +160,9 @@ def test_a_product_that_cannot_be_prepared_is_left_to_python(core: Any, driver: 
         ((*launch_step()[:4], (0xABC0, (0, 1, 1), 128, 0, [], [])), "of nothing"),
         ((*launch_step()[:4], (0, (1, 1, 1), 128, 0, [], [])), "without a kernel"),
         ((no_call, [], [], "jump", ()), "'jump'"),
-        ((no_call, [], [], "product", ([0] * 29, [])), "cublaslt_gemm takes"),
+        ((no_call, [], [], "product", ([0] * 29, [])), "not as many arguments"),
+        ((no_call, [], [], "norm", ([0] * 30, [])), "not as many arguments"),
+        ((no_call, [], [], "norm", ([0] * 28, [(15, 0, 0)])), "argument 15"),
         ((no_call, [], [], "product", ([0] * 30, [(11, 0, 0)])), "argument 11"),
     ],
 )
@@ -545,6 +547,15 @@ def test_python_plays_what_it_is_asked_to(core: Any, monkeypatch: pytest.MonkeyP
     assert player.core() is core
     monkeypatch.setattr(native, "missing", lambda cuda=False: "built without CUDA" if cuda else "")
     assert player.core() is None
+
+
+def test_what_the_core_does_not_take_is_played_by_python_and_said(
+    core: Any, driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(player, "core", lambda: core)
+    tape = Tape([], [Step(core.cublaslt_gemm, ["no device", *[0] * 29], [])], [])
+    assert player.played(tape, 0) is tape
+    assert "replayed by Python" in caplog.text
 
 
 def test_a_tape_of_pythons_unbinds_a_place(core: Any, around: Around) -> None:
