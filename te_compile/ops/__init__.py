@@ -3,6 +3,7 @@
 from te_compile.ops import (
     attention,
     attention_backward,
+    cross_entropy,
     cublaslt_implementation,
     fp8_attention,
     fused_quantize,
@@ -25,6 +26,7 @@ from te_compile.ops import (
 __all__ = [
     "attention",
     "attention_backward",
+    "cross_entropy",
     "cublaslt_implementation",
     "fp8_attention",
     "fused_quantize",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
+from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -313,3 +314,30 @@ def fp8_attention(
     from te_compile.kernels.fp8_attention import fp8_attention as kernel
 
     return kernel(*operands)
+
+
+def _check_cross_entropy(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+    _check_high_precision([arguments["logits"], arguments.get("addend")])
+
+
+@registry.register("cross_entropy_forward", TRITON, priority=PRIORITY, check=_check_cross_entropy)
+def cross_entropy_forward(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """``te::cross_entropy_forward`` by kernels/cross_entropy.py."""
+    if logits.numel() == 0:
+        return cross_entropy_forward_reference(logits, targets, ignore_index)
+    from te_compile.kernels.cross_entropy import cross_entropy_forward as kernel
+
+    return kernel(logits, targets, ignore_index)
+
+
+@registry.register("cross_entropy_backward", TRITON, priority=PRIORITY, check=_check_cross_entropy)
+def cross_entropy_backward(
+    logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None
+) -> Tensor:
+    """``te::cross_entropy_backward`` by kernels/cross_entropy.py."""
+    if logits.numel() == 0:
+        return cross_entropy_backward_reference(logits, targets, logsumexp, gradients, ignore_index, addend)
+    from te_compile.kernels.cross_entropy import cross_entropy_backward as kernel
+
+    return kernel(logits, targets, logsumexp, gradients, ignore_index, addend)

@@ -1,0 +1,161 @@
+"""``te::cross_entropy``: the loss of a language model over class indices, which touches the logits once each way.
+
+For a row x of V logits, its target t and the gradient g of its loss:
+
+    lse  = log Σ exp(x)          loss = lse - x[t]          dx = (exp(x - lse) - [column = t]) · g
+
+In plain ATen the forward pass is a reduction and a gather, and the backward pass is pointwise over the logits but for
+a sum that the formula above does not need. Each reads tensors of [tokens, vocabulary], which are the largest of a
+training step. Opaque, one kernel reads the logits once and one reads them and writes their gradient.
+
+The arithmetic is fp32 whatever the logits are, and the gradient is rounded once, to their dtype: a model that casts its
+logits to float32 first, as most do, gets the numbers that it got, and the logits are read as they were before the cast.
+
+A row whose target is ``ignore_index`` has loss and gradient 0, whatever its logits are. One whose target is no class
+has NaN for both: PyTorch stops there, where a kernel cannot, and it must neither read past the row nor hide that.
+
+Models return their logits beside the loss, so autograd adds two gradients of them. passes/fuse_loss_backward.py makes
+the other one ``addend``, which is added before rounding.
+
+``te::cross_entropy`` is what graphs from Dynamo hold (passes/lower_losses.py); tracing opens it into the two operators
+and, for mean and sum over rows, plain ATen, where [tokens] numbers cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.ops import registry
+from te_compile.ops.library import define, define_composite
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def _kinds(targets: Tensor, columns: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which rows are ignored and which have a target that is a class: bool [N] each."""
+    ignored = targets == ignore_index
+    return ignored, (targets >= 0) & (targets < columns) & ~ignored
+
+
+@registry.register("cross_entropy_forward", registry.REFERENCE)
+def cross_entropy_forward_reference(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """See the module. logits: [N, V] bf16, fp16 or fp32, any strides; targets: int64 [N].
+
+    Returns losses: fp32 [N]; logsumexp: fp32 [N], 0 in rows that are ignored.
+    """
+    wide = logits.float()
+    ignored, valid = _kinds(targets, logits.shape[1], ignore_index)
+    picked = torch.where(valid, targets, 0)[:, None]
+    losses = -wide.log_softmax(1).gather(1, picked)[:, 0]
+    losses = torch.where(valid, losses, torch.where(ignored, 0.0, torch.nan))
+    return losses, torch.where(ignored, 0.0, wide.logsumexp(1))
+
+
+@registry.register("cross_entropy_backward", registry.REFERENCE)
+def cross_entropy_backward_reference(
+    logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None
+) -> Tensor:
+    """See the module. logsumexp: as forward returned it; gradients: fp32 [N], of the losses, any stride; addend: [N, V]
+    bf16, fp16 or fp32, any strides.
+
+    Returns dlogits: [N, V] contiguous, of the dtype of the logits.
+    """
+    columns = logits.shape[1]
+    ignored, valid = _kinds(targets, columns, ignore_index)
+    scale = torch.where(valid, gradients, torch.nan)[:, None]
+    hit = torch.arange(columns, device=logits.device) == targets[:, None]
+    dx = ((logits.float() - logsumexp[:, None]).exp() - hit.float()) * scale
+    dx = torch.where(ignored[:, None], 0.0, dx)
+    return (dx if addend is None else dx + addend.float()).to(logits.dtype).contiguous()
+
+
+def _forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, implementation: str = registry.REFERENCE
+) -> tuple[Tensor, Tensor]:
+    return registry.function_of("cross_entropy_forward", implementation)(logits, targets, ignore_index)
+
+
+def _forward_fake(
+    logits: Tensor, targets: Tensor, ignore_index: int, implementation: str = registry.REFERENCE
+) -> tuple[Tensor, Tensor]:
+    rows, _ = logits.shape
+    losses, logsumexp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return losses, logsumexp
+
+
+CROSS_ENTROPY_FORWARD = define(
+    'cross_entropy_forward(Tensor logits, Tensor targets, int ignore_index, str implementation="reference") '
+    "-> (Tensor losses, Tensor logsumexp)",
+    _forward,
+    _forward_fake,
+)
+
+
+def _backward(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None = None,
+    implementation: str = registry.REFERENCE,
+) -> Tensor:
+    function = registry.function_of("cross_entropy_backward", implementation)
+    return function(logits, targets, logsumexp, gradients, ignore_index, addend)
+
+
+def _backward_fake(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None = None,
+    implementation: str = registry.REFERENCE,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+CROSS_ENTROPY_BACKWARD = define(
+    "cross_entropy_backward(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, int ignore_index, "
+    'Tensor? addend=None, str implementation="reference") -> Tensor',
+    _backward,
+    _backward_fake,
+)
+
+
+class _Losses(torch.autograd.Function):
+    """The losses of all rows, fp32 [N], of logits [N, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        losses, logsumexp = CROSS_ENTROPY_FORWARD(logits, targets, ignore_index)
+        ctx.save_for_backward(logits, targets, logsumexp)
+        ctx.ignore_index = ignore_index
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, logsumexp = ctx.saved_tensors
+        return CROSS_ENTROPY_BACKWARD(logits, targets, logsumexp, gradients, ctx.ignore_index), None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, out_dtype: torch.dtype) -> Tensor:
+    """``F.cross_entropy`` of logits [N, V] and class indices int64 [N], in ``out_dtype``: [N] for "none", else []."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r}: unknown; choose one of {', '.join(REDUCTIONS)}")
+    losses = _Losses.apply(logits, targets, ignore_index)
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":  # no row counts: NaN, as in PyTorch
+        losses = losses / (targets != ignore_index).sum()
+    return losses.to(out_dtype)
+
+
+CROSS_ENTROPY = define_composite(
+    "cross_entropy(Tensor logits, Tensor targets, int ignore_index, str reduction, ScalarType out_dtype) -> Tensor",
+    cross_entropy,
+)
