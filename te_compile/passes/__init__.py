@@ -14,9 +14,11 @@ from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.direct_amaxes import direct_amaxes
 from te_compile.passes.drop_noop_casts import drop_noop_casts
+from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
+from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.memory import tag_memory
 from te_compile.passes.open_attention_modules import open_attention_modules
 from te_compile.passes.open_encoder_layers import open_encoder_layers
@@ -38,6 +40,7 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
     open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
     recognise_attention,
     recognise_norms,
+    lower_losses,  # no linear's business, nor FP8's
 )
 """On Dynamo's graph and on every body inside it; then linears are found, selected and lowered (``backend``)."""
 
@@ -48,6 +51,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     add_in_products,  # before the producers: what they would add is a read of theirs, and none of the product's
     open_norms,  # what no kernel runs goes back to Inductor, and its pointwise part to the producers
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
+    fuse_loss_backward,  # likewise
     fuse_producers,
     pair_producers,
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
