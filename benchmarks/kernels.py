@@ -36,6 +36,7 @@ from torch import Tensor
 from benchmarks.measure import Rows
 from te_compile.kernels import (
     buffers,
+    cross_entropy,
     native_norm,
     norm,
     norm_backward,
@@ -46,6 +47,7 @@ from te_compile.kernels import (
 )
 from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
 from te_compile.kernels.quantize import Tile
+from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -62,10 +64,12 @@ OURS = "te_compile"
 TURNS = 4  # sets of inputs
 DEVICE = "cuda"
 SHAPES = ((8192, 4096), (8192, 16384))
+LOGITS = (8192, 32000)
 LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule()
 EPS = 1e-5
+IGNORED = -100
 # Producers in the words of the joint graph, which are what a kernel's spelling is chosen by: SwiGLU, GELU (that of tanh
 # unless it is called exact), and the backward of ReLU² and both GELUs with the bias gradient.
 SPECS = {
@@ -102,6 +106,7 @@ SWEEP = {
     "quantize": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8, 16) if m * k // w <= 4096],
     "norm": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
     "fused": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
+    "loss": [Tile(1, k, w) for k in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 256 <= k // w <= 1024],
 }
 
 
@@ -248,6 +253,48 @@ def norm_backward_rows() -> Iterator[Row]:
             # The sums of a layer norm's longest rows take a launch of their own, which reads dy and x once more.
             single = k * (1 + (kind == "layer")) <= norm_backward.LONGEST_SUMS
             yield Row(name, f"{m}x{k}", 8 * m * k, call, check, "", single, swept=False)
+
+
+def loss_rows() -> Iterator[Row]:
+    """The loss of a language model and the gradient of its logits, alone and with another gradient that is added."""
+    n, v = LOGITS
+    xs, others = _randoms(n, v), _randoms(n, v)
+    targets = torch.randint(0, v, (n,), device=DEVICE)
+    targets[::7] = IGNORED
+    gradients = torch.full((), 1 / n, device=DEVICE).expand(n)
+    losses, logsumexp = cross_entropy_forward_reference(xs[0], targets, IGNORED)
+
+    def forward(tile: Tile | None, turn: int) -> Any:
+        return cross_entropy.cross_entropy_forward(xs[turn], targets, IGNORED, _walk(tile, cross_entropy.FORWARD))
+
+    def same_losses(got: Any) -> bool:
+        pairs = zip(got, (losses, logsumexp), strict=True)
+        return all(torch.allclose(each, wanted, rtol=1e-5, atol=1e-5) for each, wanted in pairs)
+
+    read = int((targets != IGNORED).sum()) * v  # what is ignored is not read
+    yield Row("cross entropy", f"{n}x{v}", 2 * read, forward, same_losses, "loss")
+    for name, addends in (
+        ("cross entropy backward", [None] * TURNS),
+        ("cross entropy backward + logits' gradient", others),
+    ):
+
+        def backward(tile: Tile | None, turn: int, addends: Any = addends) -> Any:
+            task = (xs[turn], targets, logsumexp, gradients, IGNORED, addends[turn])
+            return cross_entropy.cross_entropy_backward(*task, _walk(tile, cross_entropy.BACKWARD))
+
+        def same_gradients(got: Any, addends: Any = addends) -> bool:
+            wanted = cross_entropy_backward_reference(xs[0], targets, logsumexp, gradients, IGNORED, addends[0])
+            return _same(got, wanted, 1e-3)
+
+        size = 2 * (read + n * v * (1 if addends[0] is None else 2))
+        yield Row(name, f"{n}x{v}", size, backward, same_gradients, "loss")
+
+
+def _walk(tile: Tile | None, chosen: cross_entropy.Walk) -> cross_entropy.Walk:
+    """Steps of the tile's columns, of two bytes each."""
+    if tile is None:
+        return chosen
+    return cross_entropy.Walk(2 * tile.columns // cross_entropy.VECTOR_BYTES, tile.warps, chosen.stages)
 
 
 def weight_rows() -> Iterator[Row]:
@@ -505,7 +552,7 @@ def families(peers: bool) -> list[Family]:
     """What makes the rows, in the order of the output."""
     from benchmarks import kernel_peers, products
 
-    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows, pair_rows]
+    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows, pair_rows, loss_rows]
     ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 

@@ -51,6 +51,7 @@ class Case:
 CASES = (
     Case("quantize", "tests/kernels/test_quantize.py"),
     Case("norm", "tests/kernels/test_norm.py"),
+    Case("cross_entropy", "tests/kernels/test_cross_entropy.py"),
     Case("weights", "tests/kernels/test_weights.py"),
     Case("pointwise", "tests/kernels/test_pointwise.py"),
     Case("scale_update", "tests/kernels/test_scale_update.py"),

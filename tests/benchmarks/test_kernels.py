@@ -30,6 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shapes on the CPU, and a clock that always says 2 µs."""
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     monkeypatch.setattr(kernels, "SHAPES", ((32, 64),))
+    monkeypatch.setattr(kernels, "LOGITS", (16, 300))
     monkeypatch.setattr(kernels, "LAYER", ((32, 64), (64, 32)))
     monkeypatch.setattr(kernels, "replayed", lambda call, replays=12: 0.002)
     monkeypatch.setattr(kernels, "host_microseconds", lambda call, calls=100: 1.0)

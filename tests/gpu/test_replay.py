@@ -69,6 +69,17 @@ def norm_backward() -> tuple[tuple[Any, ...], dict[str, Any]]:
     }
 
 
+def loss(columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    targets = torch.randint(0, columns, (64,), device="cuda")
+    return (matrix(64, columns), targets, -100), {"implementation": "triton"}
+
+
+def loss_backward(columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (logits, targets, ignored), named = loss(columns)
+    logsumexp, gradient = logits.float().logsumexp(1), torch.rand((), device="cuda")
+    return (logits, targets, logsumexp, gradient.expand(64), ignored), named | {"addend": matrix(64, columns)}
+
+
 CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "quantize": (
         "quantize",
@@ -100,6 +111,10 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     "norm, two passes": ("norm_quantize", lambda: norm("rms", "triton", True)),
     "norm, rows alone": ("norm_quantize", lambda: norm("layer", "triton", False)),
     "norm backward": ("norm_backward", norm_backward),
+    "loss": ("cross_entropy_forward", lambda: loss(1024)),
+    "loss, odd": ("cross_entropy_forward", lambda: loss(1037)),
+    "loss backward": ("cross_entropy_backward", lambda: loss_backward(1024)),
+    "loss backward, odd": ("cross_entropy_backward", lambda: loss_backward(1037)),
     "product": ("gemm", lambda: gemm("cublaslt", False, False)),
     "product, bias": ("gemm", lambda: gemm("cublaslt", True, False)),
     "product, addend": ("gemm", lambda: gemm("cublaslt", False, True)),

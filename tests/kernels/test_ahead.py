@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._inductor import async_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_compile.kernels import ahead, compile_worker, fp8_attention, grouped_gemm
+from te_compile.kernels import ahead, compile_worker, cross_entropy, fp8_attention, grouped_gemm
 from te_compile.kernels.compile_worker import Answer, Pointer
 from te_compile.kernels.launch import Repeated, launch
 from te_compile.kernels.quantize import quantize
@@ -238,6 +238,7 @@ def operator_calls() -> dict[str, Callable[[], Any]]:
     wide, tall = torch.empty(96, 64).to(E4M3), torch.empty(4, 32, 64).to(E4M3)
     heads = torch.empty(2, 16, 4, 32).to(E4M3)
     values = torch.empty(4 * 32, 2 * 16).to(E4M3)
+    logits, targets, row = torch.empty(6, 131, dtype=torch.bfloat16), torch.empty(6, dtype=torch.int64), torch.empty(6)
     call = implementations
     return {
         "_grouped_gemm_kernel": lambda: call["grouped_gemm"](
@@ -249,11 +250,21 @@ def operator_calls() -> dict[str, Callable[[], Any]]:
         "_fp8_attention_kernel": lambda: call["fp8_attention"](
             heads, heads, values, one, one, one, True, 0.5, torch.bfloat16, "attention", TRITON
         ),
+        "_cross_entropy_forward_kernel": lambda: call["cross_entropy_forward"](logits, targets, -100, TRITON),
+        "_cross_entropy_backward_kernel": lambda: call["cross_entropy_backward"](
+            logits, targets, row, one.expand(6), -100, logits, TRITON
+        ),
     }
 
 
-@pytest.mark.parametrize("kernel", ["_grouped_gemm_kernel", "_grouped_wgrad_kernel", "_fp8_attention_kernel"])
-def test_products_of_experts_and_attention_are_rehearsed_as_they_are_launched(
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *("_grouped_gemm_kernel", "_grouped_wgrad_kernel", "_fp8_attention_kernel"),
+        *("_cross_entropy_forward_kernel", "_cross_entropy_backward_kernel"),
+    ],
+)
+def test_products_of_experts_attention_and_losses_are_rehearsed_as_they_are_launched(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes, real = Notes(), Notes()
@@ -262,7 +273,7 @@ def test_products_of_experts_and_attention_are_rehearsed_as_they_are_launched(
         with rehearsing(notes):
             fake_call()
     real_call = operator_calls()[kernel]
-    for module in (grouped_gemm, fp8_attention):
+    for module in (grouped_gemm, fp8_attention, cross_entropy):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *given, **named: real.launched(kernel, given, named))
     real_call()
     ((rehearsed, fakes, constants),) = notes.launches

@@ -15,6 +15,7 @@ def small(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that an interpreter gets through, and no clock."""
     monkeypatch.setattr(kernels, "DEVICE", device)
     monkeypatch.setattr(kernels, "SHAPES", ((32, 64),))
+    monkeypatch.setattr(kernels, "LOGITS", (16, 300))
     monkeypatch.setattr(kernels, "LAYER", ((32, 64), (64, 32)))
 
 
@@ -24,7 +25,14 @@ def right(family: Callable[[], Iterator[Row]]) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     "family",
-    [kernels.quantize_rows, kernels.norm_rows, kernels.pair_rows, kernels.weight_rows, kernels.update_rows],
+    [
+        kernels.quantize_rows,
+        kernels.norm_rows,
+        kernels.pair_rows,
+        kernels.loss_rows,
+        kernels.weight_rows,
+        kernels.update_rows,
+    ],
 )
 def test_every_row_is_right(family: Callable[[], Iterator[Row]]) -> None:
     found = right(family)
