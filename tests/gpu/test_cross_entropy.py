@@ -1,0 +1,245 @@
+"""The loss of a language model on the hardware: the kernels beside the reference, and a model's training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_compile.kernels.cross_entropy import Walk
+from te_compile.kernels.cross_entropy import cross_entropy_backward as backward_kernel
+from te_compile.kernels.cross_entropy import cross_entropy_forward as forward_kernel
+from te_compile.ops import triton_implementations as kernels
+from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
+from te_compile.passes import manager
+from te_compile.passes.arguments import arguments_of
+from tests.compiling import compiled, gradients, know_the_backend, relative_error, te_nodes
+from tests.gpu.test_kernels import fresh_random_numbers, poisoned_memory
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device with FP8 conversion (compute capability 8.9 or later)",
+)
+
+__all__ = ["fresh_random_numbers", "poisoned_memory"]  # fixtures that every test here uses
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP16, FP32)
+IGNORED = -100
+
+
+def task(rows: int, columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    """Logits, and targets of which every third is ignored."""
+    logits = (3 * torch.randn(rows, columns, device="cuda")).to(dtype)
+    targets = torch.randint(0, columns, (rows,), device="cuda")
+    targets[1::3] = IGNORED
+    return logits, targets
+
+
+def agrees(logits: Tensor, targets: Tensor, addend: Tensor | None = None, gradients: Tensor | None = None) -> None:
+    """Assert losses, logsumexp and gradients of the reference."""
+    rows, columns = logits.shape
+    found = kernels.cross_entropy_forward(logits, targets, IGNORED)
+    wanted = cross_entropy_forward_reference(logits, targets, IGNORED)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.shape, got.dtype) == ((rows,), FP32)
+        torch.testing.assert_close(got, want, rtol=5e-6, atol=5e-6, equal_nan=True)
+    gradients = torch.randn(rows, device="cuda") if gradients is None else gradients
+    given = (logits, targets, wanted[1], gradients, IGNORED, addend)
+    got, want = kernels.cross_entropy_backward(*given), cross_entropy_backward_reference(*given)
+    assert got.is_contiguous() and got.dtype == want.dtype
+    eps = torch.finfo(logits.dtype).eps
+    torch.testing.assert_close(got, want, rtol=max(2e-5, eps), atol=1e-6, equal_nan=True)
+    if logits.dtype != FP32:
+        is_class = (targets >= 0) & (targets < columns)
+        assert float((got != want)[is_class].float().mean()) < 1e-2, "rounded once, as the reference"
+
+
+@pytest.mark.parametrize("columns", [1024, 4099, 30528, 32000, 50257, 128256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_the_reference(dtype: torch.dtype, columns: int) -> None:
+    logits, targets = task(257, columns, dtype)
+    agrees(logits, targets)
+    agrees(logits, targets, torch.randn_like(logits))
+    agrees(logits, targets, torch.randn(257, columns, device="cuda"), torch.randn((), device="cuda").expand(257))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 200000), (3, 7), (70000, 65), (5, 8193)], ids=str)
+def test_shapes_that_fill_nothing_and_more_rows_than_a_grid_is_high(shape: tuple[int, int]) -> None:
+    logits, targets = task(*shape)
+    agrees(logits, targets, torch.randn_like(logits))
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    rows, columns = 68000, 32001
+    logits = torch.zeros(rows, columns, device="cuda", dtype=BF16)
+    targets = torch.full((rows,), columns - 1, device="cuda")
+    logits[-1, 5:], targets[-2] = -torch.inf, IGNORED
+    targets[-1] = 3
+    losses, logsumexp = kernels.cross_entropy_forward(logits, targets, IGNORED)
+    plain = torch.full((), columns, device="cuda", dtype=FP32).log()
+    assert torch.allclose(losses[:-2], plain) and losses[-2] == 0
+    torch.testing.assert_close(losses[-1], torch.tensor(5.0, device="cuda").log())
+    one = torch.ones((), device="cuda").expand(rows)
+    got = kernels.cross_entropy_backward(logits, targets, logsumexp, one, IGNORED, None)
+    last = torch.zeros(columns, device="cuda", dtype=FP32)
+    last[:5] = 0.2
+    last[3] -= 1
+    torch.testing.assert_close(got[-1].float(), last, rtol=2**-8, atol=0)
+    assert not got[-2].any()
+    torch.testing.assert_close(got[-3, -1], torch.tensor(1 / columns - 1, device="cuda").to(BF16))
+
+
+def test_rows_apart_in_memory_and_rows_that_begin_anywhere() -> None:
+    logits, targets = task(300, 5000)
+
+    def wide(matrix: Tensor, width: int, first: int) -> Tensor:
+        apart = torch.full((300, width), torch.nan, device="cuda", dtype=BF16)
+        apart[:, first : first + 5000] = matrix
+        return apart[:, first : first + 5000]
+
+    addend = torch.randn_like(logits)
+    for width, first in ((5008, 0), (5016, 8), (5001, 1), (6000, 3)):
+        agrees(wide(logits, width, first), targets, addend)
+        agrees(logits, targets, wide(addend, width, first))
+    agrees(logits.t().contiguous().t(), targets, addend.t().contiguous().t())
+    agrees(logits[1:], targets[1:], addend[:1].expand(299, 5000))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("vectors", "warps"), [(128, 4), (256, 8), (512, 8), (1024, 8), (1024, 16)])
+def test_every_way_to_walk(vectors: int, warps: int, stages: int) -> None:
+    walk = Walk(vectors, warps, stages)
+    for columns in (30528, 50257):
+        logits, targets = task(100, columns)
+        addend, given = torch.randn_like(logits), torch.rand(100, device="cuda")
+        wanted = forward_kernel(logits, targets, IGNORED)
+        for got, want in zip(forward_kernel(logits, targets, IGNORED, walk), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=5e-6, atol=5e-6)
+        rest = (logits, targets, wanted[1], given, IGNORED, addend)
+        torch.testing.assert_close(backward_kernel(*rest, walk), backward_kernel(*rest), rtol=0, atol=0)
+
+
+def test_targets_that_are_no_class_give_nan_and_read_nothing() -> None:
+    logits, targets = task(64, 32000)
+    targets[5], targets[8], targets[17] = 32000, -1, 1 << 50
+    losses, logsumexp = kernels.cross_entropy_forward(logits, targets, IGNORED)
+    one = torch.ones((), device="cuda").expand(64)
+    got = kernels.cross_entropy_backward(logits, targets, logsumexp, one, IGNORED, None)
+    torch.cuda.synchronize()
+    assert losses.isnan().nonzero().flatten().tolist() == [5, 8, 17]
+    assert got.isnan().all(1).nonzero().flatten().tolist() == [5, 8, 17] and int(got.isnan().any(1).sum()) == 3
+
+
+def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
+    logits, targets = task(2000, 50257)
+    addend, given = torch.randn_like(logits), torch.rand(2000, device="cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        losses, logsumexp = kernels.cross_entropy_forward(logits, targets, IGNORED)
+        rest = (logits, targets, logsumexp, given, IGNORED, addend)
+        return losses, logsumexp, kernels.cross_entropy_backward(*rest)
+
+    first = both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(5):
+        graph.replay()
+        for results in (both(), captured):
+            assert all(torch.equal(result, before) for result, before in zip(results, first, strict=True))
+
+
+# --- models ---
+
+
+def llama(dtype: torch.dtype = BF16, vocabulary: int = 32000) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=vocabulary, num_hidden_layers=2, **sizes)
+    return transformers.LlamaForCausalLM(config).to("cuda", dtype)
+
+
+def step(model: Any, run: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = run(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 50257])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_llama_trains_as_in_eager_mode_but_for_its_loss(compiler: str, vocabulary: int) -> None:
+    know_the_backend()
+    torch._dynamo.reset()
+    model = llama(vocabulary=vocabulary)
+    ids = torch.randint(0, vocabulary, (4, 129), device="cuda")
+    labels = torch.where(torch.rand(ids.shape, device="cuda") < 0.2, -100, ids)
+    wanted = step(model, model, ids, labels)
+    with manager.recording() as records:
+        run = compiled(model, compiler=compiler, exclude=["*"])  # no FP8, so that the loss is all that differs
+        for _ in range(4):  # recorded and then replayed
+            got = step(model, run, ids, labels)
+    assert {arguments_of(node)["implementation"] for node in te_nodes(records[0], "cross_entropy_forward")} == {
+        "triton"
+    }
+    (backward,) = te_nodes(records[0], "cross_entropy_backward")
+    assert arguments_of(backward)["implementation"] == "triton" and arguments_of(backward)["addend"] is not None
+    assert got[0].dtype == FP32
+    torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=0)
+    assert all(relative_error(got[1][name], gradient) < 5e-2 for name, gradient in wanted[1].items())
+
+
+def test_a_llama_in_fp8_learns_with_the_loss_of_its_own() -> None:
+    know_the_backend()
+    torch._dynamo.reset()
+    model = llama()
+    run = compiled(model, compiler="inductor", cost_model=False, lm_head=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = torch.randint(0, 32000, (4, 129), device="cuda")
+    losses = []
+    with manager.recording() as records:
+        for _ in range(20):
+            losses.append(float(step(model, run, ids, ids)[0]))
+            optimizer.step()
+    assert te_nodes(records[0], "cross_entropy_backward") and te_nodes(records[0], "gemm")
+    assert losses[-1] < losses[0] / 2, losses
+
+
+def test_cuda_graphs_train_with_it() -> None:
+    know_the_backend()
+    torch._dynamo.reset()
+    model = llama()
+    ids = torch.randint(0, 32000, (2, 128), device="cuda")
+    wanted = step(model, model, ids, ids)
+    run = compiled(model, compiler="inductor", mode="reduce-overhead", exclude=["*"])
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = step(model, run, ids, ids)
+        torch.testing.assert_close(got[0].clone(), wanted[0], rtol=2e-3, atol=0)
+        assert all(relative_error(got[1][name], gradient) < 5e-2 for name, gradient in wanted[1].items())
+
+
+def test_logits_that_only_the_loss_reads_take_no_more_memory_than_a_gradient() -> None:
+    know_the_backend()
+    torch._dynamo.reset()
+    rows, columns = 2048, 32000
+    hidden = torch.randn(rows, 64, device="cuda", dtype=BF16, requires_grad=True)
+    head = torch.nn.Linear(64, columns, bias=False, device="cuda", dtype=BF16)
+    targets = torch.randint(0, columns, (rows,), device="cuda")
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(head(x).float(), targets)
+
+    run = compiled(loss, compiler="inductor", exclude=["*"])
+    for _ in range(3):
+        run(hidden).backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(hidden).backward()
+    logits = 2 * rows * columns
+    assert torch.cuda.max_memory_allocated() - before < 2.5 * logits, "the logits and their gradient, in 16 bits"
