@@ -106,7 +106,10 @@ SWEEP = {
     "quantize": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8, 16) if m * k // w <= 4096],
     "norm": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
     "fused": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
-    "loss": [Tile(1, k, w) for k in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 256 <= k // w <= 1024],
+    # Steps are stages of the pipeline here.
+    "loss": [
+        Tile(1, k, w, s) for k in (2048, 4096, 8192) for w in (4, 8, 16) for s in (1, 2, 3) if k // w in (256, 512)
+    ],
 }
 
 
@@ -294,7 +297,7 @@ def _walk(tile: Tile | None, chosen: cross_entropy.Walk) -> cross_entropy.Walk:
     """Steps of the tile's columns, of two bytes each."""
     if tile is None:
         return chosen
-    return cross_entropy.Walk(2 * tile.columns // cross_entropy.VECTOR_BYTES, tile.warps, chosen.stages)
+    return cross_entropy.Walk(2 * tile.columns // cross_entropy.VECTOR_BYTES, tile.warps, tile.steps)
 
 
 def weight_rows() -> Iterator[Row]:
@@ -524,6 +527,8 @@ def measure(row: Row, tile: Tile | None, ceilings: Ceilings) -> dict[str, Any]:
 def described(row: Row, tile: Tile | None) -> dict[str, Any]:
     """The columns that say which row it is."""
     tiles = "chosen" if tile is None else f"{tile.rows}x{tile.columns} {tile.warps} warps"
+    if tile is not None and tile.steps > 1:
+        tiles += f" {tile.steps} steps"
     work = {"flops": row.flops} if row.flops else {"bytes": row.bytes}
     return {"kernel": row.name, "by": row.by, "shape": row.shape, "tile": tiles, **work}
 
