@@ -17,9 +17,11 @@ import torch
 from torch.fx import GraphModule
 
 from te_compile.compilers import COMPILERS, captures_cuda_graphs
+from te_compile.deferred_gradients import attached
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
 from te_compile.passes.attention_kernels import choose_attention_kernels
+from te_compile.passes.defer_logits_gradient import defer_logits_gradient
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
@@ -50,8 +52,11 @@ def te_fp8(
     plan = Plan()
     compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
     signature = rewrite(gm, example_inputs, chosen, compilation)
+    deferred = _deferred(gm, chosen, compilation)
     added = example_inputs_of(signature, chosen.recipe)
     compiled = COMPILERS[chosen.compiler](gm, [*added, *example_inputs], chosen, compilation)
+    if deferred:
+        compiled = attached(compiled, deferred)
     if not signature.added:  # nothing in FP8, nothing to look up
         return compiled
     runner = Runner(compiled, signature, gm, chosen.recipe, captures_cuda_graphs(chosen))
@@ -91,6 +96,22 @@ def rewrite(
         region.graph.lint()
         region.module.recompile()
     return signature
+
+
+def _deferred(gm: GraphModule, chosen: Options, compilation: manager.Compilation) -> list[int]:
+    """Have the graph return logits detached, with tickets for their gradients; returns which outputs they are."""
+    # A replayed CUDA graph asks nobody for a gradient.
+    if not (chosen.defer_logits and torch.is_grad_enabled()) or captures_cuda_graphs(chosen):
+        return []
+    places: list[int] = []
+
+    def defer() -> int:
+        places.extend(defer_logits_gradient(gm.graph))
+        return len(places)
+
+    compilation.run("defer_logits_gradient", defer, gm.graph)
+    gm.recompile()
+    return places
 
 
 def _own_copy(gm: GraphModule) -> GraphModule:

@@ -17,6 +17,7 @@ option                default     meaning
 ``compiler``          "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
 ``cost_model``        True        on a GPU, leave linears alone that are too small to gain
 ``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same
+``defer_logits``      True        gradients of logits that are returned beside a loss are made only for who asks
 ``mode``              None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
 ====================  ==========  ===================================================================================
@@ -72,6 +73,7 @@ class Options:
     compiler: str = "inductor"
     cost_model: bool = True
     cache_weights: bool = True
+    defer_logits: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
 
@@ -308,5 +310,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "compiler": _as_compiler,
     "cost_model": _as_bool,
     "cache_weights": _as_bool,
+    "defer_logits": _as_bool,
     "mode": _as_mode,
 }

@@ -30,7 +30,7 @@ def test_defaults_need_nothing() -> None:
     assert options == Options()
     assert options.recipe == DelayedScaling()
     assert (options.lm_head, options.strict, options.compiler, options.cost_model) == (False, False, "inductor", True)
-    assert options.cache_weights is True
+    assert options.cache_weights is True and options.defer_logits is True
     assert (options.include, options.exclude, options.mode, dict(options.inductor)) == (None, (), None, {})
 
 
@@ -55,6 +55,7 @@ def test_a_recipe_is_a_name_a_dict_or_an_object(recipe: object) -> None:
         ("compiler", "gcc", "compiler='gcc': choose one of 'inductor', 'aot_eager'"),
         ("cost_model", 0, "cost_model=0: must be True or False"),
         ("cache_weights", "no", "cache_weights='no': must be True or False"),
+        ("defer_logits", 2, "defer_logits=2: must be True or False"),
         ("mode", "fast", "mode='fast': choose one of 'default'"),
         ("mode", True, "mode=True: choose one of 'default'"),
         ("max_autotune", "yes", "max_autotune='yes': an Inductor option of type bool"),
@@ -174,6 +175,7 @@ def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "COMPILER": "aot_eager",
         "COST_MODEL": "off",
         "CACHE_WEIGHTS": "0",
+        "DEFER_LOGITS": "0",
         "MODE": "reduce-overhead",
     }
     for name, value in variables.items():
@@ -187,6 +189,7 @@ def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         compiler="aot_eager",
         cost_model=False,
         cache_weights=False,
+        defer_logits=False,
         mode="reduce-overhead",
     )
 
@@ -298,6 +301,7 @@ def test_options_that_compile_differently_have_different_keys() -> None:
         {"compiler": "aot_eager"},
         {"cost_model": False},
         {"cache_weights": False},
+        {"defer_logits": False},
         {"mode": "max-autotune"},
         {"max_autotune": True},
         {"max_autotune": False},

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import registry
+from te_compile.ops.deferred_gradient import GRADIENT_TICKET, take
 from te_compile.ops.library import define, define_composite
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -54,6 +55,7 @@ def cross_entropy_forward_reference(logits: Tensor, targets: Tensor, ignore_inde
     return losses, torch.where(ignored, 0.0, wide.logsumexp(1))
 
 
+@registry.register("cross_entropy_backward_deferred", registry.REFERENCE)
 @registry.register("cross_entropy_backward", registry.REFERENCE)
 def cross_entropy_backward_reference(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None
@@ -127,6 +129,41 @@ CROSS_ENTROPY_BACKWARD = define(
 )
 
 
+def _backward_deferred(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    ticket: Tensor,
+    implementation: str = registry.REFERENCE,
+) -> Tensor:
+    addend = take(ticket)
+    addend = None if addend is None else addend.reshape(logits.shape)
+    return _backward(logits, targets, logsumexp, gradients, ignore_index, addend, implementation)
+
+
+def _backward_deferred_fake(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    ticket: Tensor,
+    implementation: str = registry.REFERENCE,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+CROSS_ENTROPY_BACKWARD_DEFERRED = define(
+    "cross_entropy_backward_deferred(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
+    'int ignore_index, Tensor ticket, str implementation="reference") -> Tensor',
+    _backward_deferred,
+    _backward_deferred_fake,
+    asks=True,
+)
+
+
 class _Losses(torch.autograd.Function):
     """The losses of all rows, fp32 [N], of logits [N, V]."""
 
@@ -143,11 +180,40 @@ class _Losses(torch.autograd.Function):
         return CROSS_ENTROPY_BACKWARD(logits, targets, logsumexp, gradients, ctx.ignore_index), None, None
 
 
+class _LossesAndTicket(torch.autograd.Function):
+    """The same, and a ticket for the gradient that the logits may get from elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        losses, logsumexp = CROSS_ENTROPY_FORWARD(logits, targets, ignore_index)
+        ticket = GRADIENT_TICKET(logsumexp)
+        ctx.save_for_backward(logits, targets, logsumexp, ticket)
+        ctx.ignore_index = ignore_index
+        return losses, ticket
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, logsumexp, ticket = ctx.saved_tensors
+        operands = (logits, targets, logsumexp, gradients, ctx.ignore_index, ticket)
+        return CROSS_ENTROPY_BACKWARD_DEFERRED(*operands), None, None
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, out_dtype: torch.dtype) -> Tensor:
     """``F.cross_entropy`` of logits [N, V] and class indices int64 [N], in ``out_dtype``: [N] for "none", else []."""
+    return _reduced(_Losses.apply(logits, targets, ignore_index), targets, ignore_index, reduction, out_dtype)
+
+
+def cross_entropy_deferred(
+    logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """:func:`cross_entropy`, and the ticket for what gradient the logits get from elsewhere, fp64 [] on the host."""
+    losses, ticket = _LossesAndTicket.apply(logits, targets, ignore_index)
+    return _reduced(losses, targets, ignore_index, reduction, out_dtype), ticket
+
+
+def _reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, out_dtype: torch.dtype) -> Tensor:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r}: unknown; choose one of {', '.join(REDUCTIONS)}")
-    losses = _Losses.apply(logits, targets, ignore_index)
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":  # no row counts: NaN, as in PyTorch
@@ -158,4 +224,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction:
 CROSS_ENTROPY = define_composite(
     "cross_entropy(Tensor logits, Tensor targets, int ignore_index, str reduction, ScalarType out_dtype) -> Tensor",
     cross_entropy,
+)
+CROSS_ENTROPY_DEFERRED = define_composite(
+    "cross_entropy_deferred(Tensor logits, Tensor targets, int ignore_index, str reduction, ScalarType out_dtype) "
+    "-> (Tensor loss, Tensor ticket)",
+    cross_entropy_deferred,
 )

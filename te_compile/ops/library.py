@@ -13,9 +13,14 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 implementations: dict[str, Callable[..., Any]] = {}
 """By operator's name, the code that runs it on every device."""
 
+asking: set[str] = set()
+"""Operators whose code asks each time for more than its arguments say: no call of theirs stands for another."""
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, asks: bool = False) -> Any:
     """Define an opaque operator: ``implementation`` runs it on every device, ``fake`` gives its result shapes.
+
+    asks: it is one of :data:`asking`.
 
     Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
     """
@@ -24,6 +29,8 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     implementations[name] = implementation
+    if asks:
+        asking.add(name)
     return getattr(torch.ops.te, name).default
 
 

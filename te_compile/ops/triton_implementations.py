@@ -331,6 +331,7 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor, ignore_index: int) ->
     return kernel(logits, targets, ignore_index)
 
 
+@registry.register("cross_entropy_backward_deferred", TRITON, priority=PRIORITY, check=_check_cross_entropy)
 @registry.register("cross_entropy_backward", TRITON, priority=PRIORITY, check=_check_cross_entropy)
 def cross_entropy_backward(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None

@@ -33,7 +33,7 @@ from te_compile.passes.writing import Writer
 
 FEWEST_CLASSES = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
+VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
 # Of F.cross_entropy's arguments, those that must be what they are by default: by name, position and default.
 _PLAIN = (("weight", 2, None), ("size_average", 3, None), ("reduce", 5, None), ("label_smoothing", 7, 0.0))
 
@@ -77,7 +77,7 @@ def _with_these_rows(node: Node) -> Node | None:
     if is_cast(node):
         is_wider = after.dtype == torch.float32 and before.dtype in _DTYPES and before.device == after.device
         return source if is_wider else None
-    return source if called(node) in _VIEWS and before.dtype == after.dtype else None
+    return source if called(node) in VIEWS and before.dtype == after.dtype else None
 
 
 def _narrow_source(logits: Node) -> tuple[Node, tuple[Node, ...]]:
