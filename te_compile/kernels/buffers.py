@@ -80,8 +80,7 @@ class Workspace:
 
     def __call__(self, device: int, stream: int) -> Tensor:
         """New memory, aligned as PyTorch's allocator aligns."""
-        with torch.inference_mode(False):
-            made: Tensor = _empty_on_current_device((self.bytes,), (1,), torch.uint8)
+        made: Tensor = _empty_on_current_device((self.bytes,), (1,), torch.uint8)
         return made
 
 

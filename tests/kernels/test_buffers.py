@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_compile.kernels import buffers
+from te_compile.kernels import buffers, recording
 
 BF16 = torch.bfloat16
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -116,3 +116,29 @@ def test_where_graphs_are_compiled_to_cuda_graphs_each_amax_is_cleared_by_itself
     like = torch.zeros(2, device="cuda")
     buffers.stop_lending()
     assert buffers.amax(like).untyped_storage().nbytes() == 4
+
+
+def test_a_workspace_is_noted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as memory that a call keeps."""
+    noted: list[tuple[torch.Tensor, Any]] = []
+
+    class Recorder:
+        def made(self, tensor: torch.Tensor, make: Any) -> None:
+            noted.append((tensor, make))
+
+    monkeypatch.setattr(recording.here, "recorder", Recorder())
+    made = buffers.workspace(torch.zeros(2), 48)
+    ((tensor, make),) = noted
+    assert tensor is made and made.shape == (48,) and made.dtype == torch.uint8
+    assert make == buffers.Workspace(48) and recording.here.recorder is not None
+    monkeypatch.setattr(buffers, "_empty_on_current_device", torch._C._dynamo.guards._empty_strided_cpu)
+    again = make(0, 77)
+    assert again.shape == (48,) and again.data_ptr() != made.data_ptr()
+
+
+def test_where_graphs_become_cuda_graphs_no_workspace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_lending", {"stopped": False})
+    monkeypatch.setattr(buffers, "_cleared", {})
+    monkeypatch.setattr(buffers, "lent_workspaces", {(0, 77, 48): [torch.zeros(48)]})
+    buffers.stop_lending()
+    assert not buffers.lent_workspaces

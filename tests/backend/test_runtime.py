@@ -1,0 +1,149 @@
+"""What a compiled graph is handed in front of its arguments: the states of this call's parameters, cheaply."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from te_compile import runtime, state
+from te_compile.recipe import DelayedScaling, Format
+from te_compile.runtime import Runner
+
+LENGTH = 4
+E4M3_ALONE = DelayedScaling(amax_history_len=LENGTH, fp8_format=Format.E4M3)
+
+
+def runner(count: int = 2, training: bool = True, recipe: Any = None) -> Runner:
+    """Of a graph with so many weights, which are its arguments; calling it returns what it was handed."""
+    graph = torch.fx.Graph()
+    weights = [graph.placeholder(f"weight_{at}") for at in range(count)]
+    gm = SimpleNamespace(graph=graph)
+    signature = SimpleNamespace(added=0, weights=weights, states=True, training=training, slots=3, groups=[])
+    recipe = recipe or DelayedScaling(amax_history_len=LENGTH)
+    return Runner(lambda *given: list(given), signature, gm, recipe)  # type: ignore[arg-type]
+
+
+def parameters(count: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.rand(3, 4)) for _ in range(count)]
+
+
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Grows by each parameter whose state is looked up."""
+    seen: list[Tensor] = []
+    look_up = state.state_of
+
+    def noted(parameter: Tensor, *rest: Any, **named: Any) -> state.ParameterState:
+        seen.append(parameter)
+        return look_up(parameter, *rest, **named)
+
+    monkeypatch.setattr(state, "state_of", noted)
+    return seen
+
+
+def states(weights: list[nn.Parameter]) -> list[Tensor]:
+    found = [state.states_of(weight)[LENGTH] for weight in weights]
+    return [each.forward for each in found] + [each.backward for each in found]
+
+
+def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(got) == len(wanted) and all(one is other for one, other in zip(got, wanted, strict=True))
+
+
+def test_states_are_looked_up_until_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, run, weights = lookups(monkeypatch), runner(), parameters()
+    handed = [run(*weights) for _ in range(5)]
+    for each in handed:
+        assert same(each[:4], states(weights)) and each[4] is run.token and same(each[5:], weights)
+    assert len(seen) == 4, "made by the first call, found by the second, known to all others"
+    handed[-1].clear()
+    assert same(run(*weights)[:4], states(weights)), "what a call was handed is its own"
+
+
+def test_blocks_that_share_a_graph_keep_their_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, blocks = runner(), [parameters() for _ in range(3)]
+    blocks.append([blocks[0][0], blocks[1][1]])  # the same first weight
+    for _ in range(3):
+        for weights in blocks:
+            assert same(run(*weights)[:4], states(weights))
+    seen = lookups(monkeypatch)
+    run(*blocks[1])
+    assert not seen
+
+
+def forget(weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        for found in state.states_of(weight).values():
+            found.only_loaded = True
+        state.drop_unused(weight)
+
+
+CHANGES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "dropped": forget,
+    "aimed elsewhere": lambda weights: runner(recipe=E4M3_ALONE)(*weights),
+    "loaded": lambda weights: [state.overwrite(weight, torch.ones(2, 6), torch.ones(1, 6)) for weight in weights],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_state_has_it_looked_up_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, weights = runner(), parameters()
+    for _ in range(3):
+        run(*weights)
+    CHANGES[change](weights)
+    seen = lookups(monkeypatch)
+    handed = run(*weights)
+    assert len(seen) == 2 and same(handed[:4], states(weights))
+    for weight in weights:
+        found = state.states_of(weight)[LENGTH]
+        assert found.gradient_max == Format.HYBRID.backward_max and not found.only_loaded
+
+
+def test_a_parameter_elsewhere_has_its_state_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, weights = runner(), parameters()
+    for _ in range(3):
+        run(*weights)
+    seen = lookups(monkeypatch)
+    monkeypatch.setattr(runtime, "_device_of", lambda weight: torch.device("meta"))
+    run(*weights)
+    assert len(seen) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_states_follow_their_parameters() -> None:
+    run, model = runner(1), nn.Linear(4, 3)
+    for _ in range(3):
+        run(model.weight)
+    for device in ("cuda", "cpu", "cuda"):
+        model.to(device)
+        for _ in range(2):
+            assert run(model.weight)[0].device.type == device
+
+
+def test_a_parameter_at_the_identity_of_a_dead_one_gets_a_state_of_its_own() -> None:
+    run = runner(1)
+    before: set[int] = set()
+    for _ in range(20):
+        (weight,) = parameters(1)
+        before.add(id(weight))
+        for _ in range(3):
+            handed = run(weight)
+            assert handed[0] is state.states_of(weight)[LENGTH].forward and not handed[0].any()
+        handed[0].fill_(1)
+        del weight, handed
+        gc.collect()
+    assert len(before) < 20, "identities come again"
+
+
+def test_states_of_fake_parameters_are_not_kept() -> None:
+    run = runner(1)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.rand(3, 4))
+        assert run(fake)[0] is not run(fake)[0]
+    assert not run.found
