@@ -1,5 +1,5 @@
-// The few entry points of the CUDA driver that launch a compiled kernel, opened at run time: neither its headers nor its
-// library are needed to build, with nvcc or without. Where cuda.h is found, cuda/abi_check.cpp proves them equal.
+// The few entry points of the CUDA driver that launch a compiled kernel, opened at run time: neither its headers nor
+// its library are needed to build, with nvcc or without. Where cuda.h is found, cuda/abi_check.cpp proves them equal.
 #pragma once
 
 namespace te_compile::driver {

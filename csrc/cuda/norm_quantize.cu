@@ -35,8 +35,8 @@ int64_t clusters_at_once(Kernel kernel, const cudaLaunchConfig_t& config, int de
   return known[key] = clusters;
 }
 
-/// Lets the kernel have so much shared memory, and such clusters, on the current device. Asked for once: what was granted
-/// stays, until a smaller grant takes it back.
+/// Lets the kernel have so much shared memory, and such clusters, on the current device. Asked for once: what was
+/// granted stays, until a smaller grant takes it back.
 template <typename Kernel>
 void allow(Kernel kernel, size_t bytes, int blocks_of_cluster, int device) {
   struct Granted {

@@ -15,7 +15,7 @@ namespace {
 PyTypeObject* place_type = nullptr;
 PyObject* calls_name = nullptr;
 
-/// Where a tensor of the call is: the number of a positional argument, else the name of another; and its place in a list.
+/// Where a tensor of the call is: the number of a positional argument, else a name; and the place in a list.
 struct Path {
   size_t position;
   Ref name;
@@ -26,11 +26,11 @@ struct Path {
 /// What is asked at each call. All of them are given by Python, as functions and as dictionaries to look into.
 struct Questions {
   Ref tensor_type, profiler_enabled, device_of, current_device, is_capturing, stream_of;
-  std::vector<std::pair<Ref, Ref>> flags;     // (dictionary, key), all of which must be false
-  std::vector<Ref> closed;                    // functions that must return false
-  std::pair<Ref, Ref> pending;                // (dictionary, key): true as it was when the call was bound
-  std::pair<Ref, Ref> runtime;                // (dictionary, key) of Triton's settings
-  std::vector<Ref> hooks;                     // their attributes, chains of hooks that must be empty
+  std::vector<std::pair<Ref, Ref>> flags;  // (dictionary, key), all of which must be false
+  std::vector<Ref> closed;                 // functions that must return false
+  std::pair<Ref, Ref> pending;             // (dictionary, key): true or not as it was when the call was bound
+  std::pair<Ref, Ref> runtime;             // (dictionary, key) of Triton's settings
+  std::vector<Ref> hooks;                  // their attributes, chains of hooks that must be empty
 };
 
 struct Bound {

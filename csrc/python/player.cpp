@@ -74,8 +74,8 @@ Ref made(const Make& make, Stream& stream) {
   return Ref(PyObject_Vectorcall(make.function.get(), arguments + 1, count | kOffset, nullptr));
 }
 
-/// Puts back what was borrowed when the call is over, however it ends: what it launched on this stream comes before what
-/// the next borrower launches.
+/// Puts back what was borrowed when the call is over, however it ends: what it launched on this stream comes before
+/// what the next borrower launches.
 class Borrowed {
  public:
   Borrowed(const Work& work, Refs& tensors, Stream& stream) : work_(work), tensors_(tensors), stream_(stream) {}

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-LOOKED_AT = ((3, 6), (3, 9))  # the first and last version of Triton whose launcher was read
+LOOKED_AT = ((3, 6), (3, 9))  # the first and last version of Triton whose launcher tests/programs was compared with
 _THREADS_PER_WARP = 32
 _MOST_SHARED_BYTES = 228 << 10  # beyond it a launch says so in an attribute
 _MOST_PROGRAMS = 2**31 - 1  # beyond which Triton's launcher counts them wrong

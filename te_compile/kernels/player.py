@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +64,17 @@ def played(tape: Tape, given: int) -> Callable[..., Any]:
     plays = core()
     if plays is None:
         return tape
+    return _player(plays, tape, given) or tape
+
+
+def _player(plays: ModuleType, tape: Tape | _Launches, given: int) -> Callable[..., Any] | None:
     kept = (tape.kept, [step.kernel for step in tape.steps])  # a kernel's code is unloaded with it
     try:
-        player: Callable[..., Any] = plays.player(
-            given, list(map(_made, tape.makes)), _steps(tape.steps, plays), tape.results, kept
-        )
+        makes, steps = list(map(_made, tape.makes)), _steps(tape.steps, plays)
+        player: Callable[..., Any] = plays.player(given, makes, steps, tape.results, kept)
     except (TypeError, ValueError, RuntimeError) as error:  # arguments of a kind that nobody has thought of
         LOG.warning("a call is replayed by Python, for the C++ core cannot: %s", error)
-        return tape
+        return None
     return player
 
 
@@ -157,10 +161,17 @@ def bind(place: Any, binding: Binding | None, positional: int, named: int) -> No
 # --- launches alone ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Launches:
+    """A tape of launches alone."""
+
+    steps: Sequence[Step]
+    makes: tuple[()] = ()
+    results: tuple[()] = ()
+    kept: tuple[()] = ()
+
+
 def launches(steps: Sequence[Step]) -> Callable[[list[Tensor], list[int], int, int], Any] | None:
     """What makes these launches, of no tensors of the call's own. None where Python must."""
     plays = core()
-    if plays is None:
-        return None
-    made: Callable[..., Any] = plays.player(0, [], _steps(steps, plays), [], [step.kernel for step in steps])
-    return made
+    return None if plays is None else _player(plays, _Launches(steps), 0)
