@@ -14,16 +14,18 @@ gradient does not lie in memory as a matrix of rows.
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
 from torch.fx import Graph, Node
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
-from te_compile.ops.pointwise import DTYPES
 from te_compile.passes.arguments import arguments_of, set_arguments
 from te_compile.passes.closures import as_matrix
 from te_compile.passes.new_nodes import reshaped, same_phase
-from te_compile.passes.pointwise_nodes import CASTS, VIEWS, aten, tensor_arguments, value_of
-from te_compile.passes.sizes import all_same, same
+from te_compile.passes.pointwise_nodes import CASTS, tensor_arguments, value_of
+from te_compile.passes.sizes import same
+from te_compile.passes.sums import added_to, way_to_a_sum
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fuse_loss_backward(graph: Graph) -> int:
@@ -32,15 +34,15 @@ def fuse_loss_backward(graph: Graph) -> int:
 
 
 def _fuse(backward: Node) -> bool:
-    found = _way_to_a_sum(backward)
+    found, columns = way_to_a_sum(backward), backward.meta["val"].shape[1]
     if found is None or arguments_of(backward)["addend"] is not None:
         return False
     way, total = found
-    addend = _added_to(way[-1], total)
-    if addend is None or not same_phase(total, backward):
+    other = added_to(way[-1], total)
+    if other is None or not same_phase(total, backward):
         return False
-    columns = _tensor_of(backward).shape[1]
-    matrix = as_matrix(_tensor_of(addend), columns)
+    addend = _before_cast(other, total)
+    matrix = as_matrix(addend.meta["val"], columns)
     # A matrix whose rows do not run element by element would be copied first.
     if matrix is None or not same(matrix.stride(1), 1):
         return False
@@ -54,56 +56,10 @@ def _fuse(backward: Node) -> bool:
     return True
 
 
-def _tensor_of(node: Node) -> Tensor:
-    """The value of a node that is known to hold a tensor."""
-    value = value_of(node)
-    assert value is not None
-    return value
-
-
-def _way_to_a_sum(backward: Node) -> tuple[list[Node], Node] | None:
-    """The gradient of the loss and the views of it up to the one that a sum reads, and that sum; None if anything else
-    reads one of them."""
-    way = [backward]
-    for node in way:
-        (reader, *others) = node.users or [None]
-        if reader is None or others:
-            return None
-        if reader.target is aten.add.Tensor:
-            return way, reader
-        if reader.target in VIEWS and tensor_arguments(reader) == [node]:
-            way.append(reader)
-    return None
-
-
-def _added_to(gradient: Node, total: Node) -> Node | None:
-    """What ``total`` adds to ``gradient``, before a cast to its dtype; None if it is more than a sum of two alike."""
-    arguments = arguments_of(total)
-    others = [each for each in (arguments["self"], arguments["other"]) if each is not gradient]
-    if arguments["alpha"] != 1 or len(others) != 1 or not isinstance(others[0], Node):
-        return None
-    other = others[0]
-    values = [value_of(node) for node in (gradient, other, total)]
-    if not _are_alike(values):
-        return None
-    source = tensor_arguments(other)[0] if other.target in CASTS else None
-    is_read_as_it_was = source is not None and len(other.users) == 1 and same_phase(other, total)
-    return source if is_read_as_it_was and _is_plain_cast(source, other) else other
-
-
-def _are_alike(values: list[Tensor | None]) -> bool:
-    first = values[0]
-    return first is not None and all(
-        value is not None
-        and (value.dtype, value.device, value.dim()) == (first.dtype, first.device, first.dim())
-        and all_same(value.shape, first.shape)
-        for value in values
-    )
-
-
-def _is_plain_cast(source: Node | None, cast: Node) -> bool:
-    """Does ``cast`` change nothing but the dtype, from one that the backward reads?"""
-    before, after = value_of(source), value_of(cast)
-    if before is None or after is None or before.dtype not in DTYPES.values() or not before.is_floating_point():
-        return False
-    return before.device == after.device
+def _before_cast(node: Node, total: Node) -> Node:
+    """``node``, or what it is a cast of for ``total`` alone."""
+    source = tensor_arguments(node)[0] if node.target in CASTS else node
+    before, after = value_of(source), value_of(node)
+    if before is None or after is None or before.dtype not in _DTYPES or before.device != after.device:
+        return node
+    return source if list(node.users) == [total] and same_phase(node, total) else node

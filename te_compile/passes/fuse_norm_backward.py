@@ -15,42 +15,9 @@ from torch.fx import Graph, Node
 from te_compile.passes.arguments import arguments_of, is_te, result, set_arguments
 from te_compile.passes.closures import as_matrix
 from te_compile.passes.new_nodes import reshaped, same_phase
-from te_compile.passes.pointwise_nodes import VIEWS, aten, tensor_arguments, value_of
+from te_compile.passes.pointwise_nodes import value_of
 from te_compile.passes.sizes import same
-
-
-def _only_reader(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _way_to_a_sum(norm: Node) -> tuple[list[Node], Node] | None:
-    """dx and the views of it up to the one that a sum reads, and that sum; None if anything else reads one of them."""
-    items = result(norm, 0)
-    way = items if len(items) == 1 else []
-    for node in way:
-        reader = _only_reader(node)
-        if reader is not None and reader.target in VIEWS and tensor_arguments(reader) == [node]:
-            way.append(reader)
-        elif reader is not None and reader.target is aten.add.Tensor:
-            return way, reader
-    return None
-
-
-def _added_to(dx: Node, total: Node) -> Node | None:
-    """What ``total`` adds to ``dx``; None if it is more than a sum of two tensors alike."""
-    arguments = arguments_of(total)
-    others = [each for each in (arguments["self"], arguments["other"]) if each is not dx]
-    if arguments["alpha"] != 1 or len(others) != 1:
-        return None
-    values = [value_of(each) for each in (dx, others[0], total)]
-    first = values[0]
-    alike = first is not None and all(
-        value is not None
-        and (value.dtype, value.device, value.dim()) == (first.dtype, first.device, first.dim())
-        and all(map(same, value.shape, first.shape))
-        for value in values
-    )
-    return others[0] if alike and isinstance(others[0], Node) else None
+from te_compile.passes.sums import added_to, way_to_a_sum
 
 
 def _make_available(norm: Node, residual: Node, way: list[Node], total: Node) -> bool:
@@ -66,11 +33,12 @@ def _make_available(norm: Node, residual: Node, way: list[Node], total: Node) ->
 
 
 def _fuse(norm: Node) -> bool:
-    found = _way_to_a_sum(norm)
+    items = result(norm, 0)
+    found = way_to_a_sum(items[0]) if len(items) == 1 else None
     if found is None or arguments_of(norm)["residual"] is not None:
         return False
     way, total = found
-    residual = _added_to(way[-1], total)
+    residual = added_to(way[-1], total)
     dx = value_of(way[0])
     if residual is None or dx is None or not same_phase(total, norm):
         return False

@@ -8,9 +8,11 @@ Face casts the logits to float32 and reshapes them first,
 and the operator reads the logits as they were before the cast, in 16 bits. Its arithmetic is fp32 and its result has
 the dtype that the model's had, so the loss is the same number; the gradient is rounded once, where the cast rounded it.
 
-It has nothing to do with FP8, so it is done in graphs without FP8 too, and only where a kernel runs both directions:
-everywhere else the loss stays as Inductor knows it. So do losses with class weights, smoothed labels or probabilities
-as targets, of more than two dimensions, and over few classes, where there is little to read.
+It has nothing to do with FP8, so it is done in graphs without FP8 too, and only where nothing is lost: where a kernel
+runs both directions, and the logits are what a product or the caller wrote and nothing but losses reads in the graph.
+Where they are scaled, capped, sliced or read by another loss, Inductor does that, and its backward, in the same pass
+over them as the softmax; an opaque operator would ask for passes of its own. Losses with class weights, smoothed labels
+or probabilities as targets, of more than two dimensions, or over few classes stay as well.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY, REDUCTIONS
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.side_effects import changes_after, undisturbed
+from te_compile.passes.side_effects import may_change, undisturbed
 from te_compile.passes.sizes import same
 from te_compile.passes.writing import Writer
 
@@ -36,6 +38,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
 # Of F.cross_entropy's arguments, those that must be what they are by default: by name, position and default.
 _PLAIN = (("weight", 2, None), ("size_average", 3, None), ("reduce", 5, None), ("label_smoothing", 7, 0.0))
+
+
+# What products are called, as functions, methods and operators.
+_PRODUCTS = {"linear", "addmm", "matmul", "mm", "bmm", "einsum"}
+_SIZES = (int, torch.SymInt, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,9 @@ def _with_these_rows(node: Node) -> Node | None:
     if node.op not in ("call_function", "call_method") or not is_tensor(source):
         return None
     before, after = value_of(source), value_of(node)
-    if not isinstance(after, Tensor) or not before.dim() or not same(before.shape[-1], after.shape[-1]):
+    if not isinstance(after, Tensor) or not before.dim() or not after.dim():
+        return None
+    if not same(before.shape[-1], after.shape[-1]):
         return None
     if is_cast(node):
         is_wider = after.dtype == torch.float32 and before.dtype in _DTYPES and before.device == after.device
@@ -80,27 +89,26 @@ def _with_these_rows(node: Node) -> Node | None:
     return source if called(node) in VIEWS and before.dtype == after.dtype else None
 
 
-def _narrow_source(logits: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The 16-bit tensor that ``logits`` is a float32 copy of, and what stands between; else ``logits`` and nothing."""
-    between: list[Node] = []
-    node = logits
-    while (source := _with_these_rows(node)) is not None:
-        between.insert(0, node)
-        node = source
-        if value_of(node).dtype != value_of(logits).dtype:
-            return node, tuple(between)
-    return logits, ()
+def _written_as(logits: Node) -> list[Node]:
+    """``logits``, what it is a view or a cast of, and so on, to the node that computes it."""
+    chain = [logits]
+    while (source := _with_these_rows(chain[-1])) is not None:
+        chain.append(source)
+    return chain
 
 
-def _may_be_read_late(loss: Loss, known: dict[Node, bool]) -> bool:
-    """Are the logits still what they were where the loss stands, and when the gradients are computed?
-
-    And is nothing between them switched, gradients or autocast?
-    """
-    first = loss.between[0] if loss.between else loss.call
-    if loss.between and not undisturbed(first, loss.call, loss.between, [loss.logits]):
+def _is_for_losses_alone(logits: Node) -> bool:
+    """Is ``logits`` a product or an input of the graph, which nobody changes and only losses and the caller read?"""
+    if may_change(logits) or (logits.op != "placeholder" and called(logits) not in _PRODUCTS):
         return False
-    return not changes_after(loss.logits, first, known)
+    shown = [logits]
+    for node in shown:
+        for user in node.users:
+            if _with_these_rows(user) is node:
+                shown.append(user)
+            elif user.op != "output" and user.target is not F.cross_entropy and not isinstance(value_of(user), _SIZES):
+                return False
+    return True
 
 
 def _is_run_by_kernels(loss: Loss) -> bool:
@@ -111,7 +119,7 @@ def _is_run_by_kernels(loss: Loss) -> bool:
     return all(registry.choose(name, target, arguments)[0] != registry.REFERENCE for name in names)
 
 
-def _found(call: Node, known: dict[Node, bool]) -> Loss | None:
+def _found(call: Node) -> Loss | None:
     """The loss that ``call`` is, if the operator stands for it."""
     logits, targets = argument(call, 0, "input"), argument(call, 1, "target")
     ignore_index, reduction = argument(call, 4, "ignore_index", -100), argument(call, 6, "reduction", "mean")
@@ -123,11 +131,12 @@ def _found(call: Node, known: dict[Node, bool]) -> Loss | None:
         return None
     if type(ignore_index) is not int or reduction not in REDUCTIONS:
         return None
-    narrow, between = _narrow_source(logits)
+    chain = _written_as(logits)
+    narrow = next((node for node in chain if value_of(node).dtype != value_of(logits).dtype), logits)
+    between = tuple(reversed(chain[: chain.index(narrow)]))
     loss = Loss(call, narrow, targets, ignore_index, reduction, between)
-    if between and not _may_be_read_late(loss, known):
-        loss = Loss(call, logits, targets, ignore_index, reduction, ())
-    return loss if _may_be_read_late(loss, known) and _is_run_by_kernels(loss) else None
+    is_undisturbed = not between or undisturbed(between[0], call, between, [narrow])
+    return loss if is_undisturbed and _is_for_losses_alone(chain[-1]) and _is_run_by_kernels(loss) else None
 
 
 def _lower(loss: Loss) -> None:
@@ -150,8 +159,7 @@ def lower_losses(graph: Graph) -> int:
     """Replace each ``F.cross_entropy`` over many classes that kernels run by the operator; returns how many."""
     calls = graph.find_nodes(op="call_function", target=F.cross_entropy)
     inside = transforms_around(graph) if calls else {}
-    known: dict[Node, bool] = {}
-    found = [_found(call, known) for call in calls if call not in inside]
+    found = [_found(call) for call in calls if call not in inside]
     losses = [loss for loss in found if loss is not None]
     for loss in losses:
         _lower(loss)

@@ -100,13 +100,8 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cast by dtype": lambda x, t: plain(x.to(torch.float32), t),
     "views, then the cast": lambda x, t: F.cross_entropy(x.flatten(0, 1).float(), t.flatten()),
     "views on both sides": lambda x, t: F.cross_entropy(x.flatten(0, 1).float().contiguous(), t.reshape(-1)),
-    "shifted": lambda x, t: F.cross_entropy(
-        x.float()[:, :-1].contiguous().view(-1, CLASSES), t[:, 1:].contiguous().view(-1)
-    ),
-    "shifted, then the cast": lambda x, t: F.cross_entropy(x[:, :-1].float().reshape(-1, CLASSES), t[:, 1:].flatten()),
     "logits that are returned": lambda x, t: (plain(x.float(), t), x),
     "logits returned in float32": lambda x, t: (lambda wide: (plain(wide, t), wide))(x.float()),
-    "written to before": lambda x, t: plain(x.mul(2).div_(3).float(), t),
     "twice": lambda x, t: plain(x.float(), t) + plain(x, t, reduction="sum"),
 }
 
@@ -212,6 +207,12 @@ LEFT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an old option": lambda x, t: plain(x, t, size_average=False),
     "double": lambda x, t: plain(x.double(), t),
     "written to afterwards": written_between,
+    "written to before": lambda x, t: plain((x @ torch.eye(CLASSES, dtype=x.dtype)).div_(3).float(), t),
+    "shifted": lambda x, t: F.cross_entropy(x[:, :-1].float().reshape(-1, CLASSES), t[:, 1:].flatten()),
+    "capped": lambda x, t: plain((x / 30).tanh().mul(30).float(), t),
+    "scaled": lambda x, t: plain(x.float() / 2, t),
+    "read by another loss": lambda x, t: plain(x.float(), t) + x.float().logsumexp(-1).square().mean(),
+    "read by a metric": lambda x, t: (plain(x.float(), t), x.argmax(-1)),
 }
 
 
@@ -232,9 +233,9 @@ def test_without_a_kernel_a_loss_stays_the_models_own() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_cast_is_not_looked_through_where_something_is_written_or_switched_between() -> None:
+def test_where_something_is_written_or_switched_between_a_cast_and_the_loss_both_stay() -> None:
     def written(x: Tensor, t: Tensor) -> Tensor:
-        x = x * 2
+        x = x @ torch.eye(CLASSES, dtype=x.dtype)
         wide = x.float()
         x.zero_()
         return plain(wide, t) + x.sum()
@@ -246,7 +247,7 @@ def test_a_cast_is_not_looked_through_where_something_is_written_or_switched_bet
 
     for function in (written, switched):
         count, text = lowered(function, *inputs())
-        assert count == 1 and ".float(" in text, text
+        assert count == 0 and ".float(" in text, text
 
 
 @pytest.mark.usefixtures("kernels")
@@ -262,7 +263,7 @@ def test_a_loss_that_is_recomputed() -> None:
     logits, labels = inputs(FP32)
 
     def function(x: Tensor, t: Tensor) -> Tensor:
-        return checkpoint(lambda y: plain(y.sin(), t), x, use_reentrant=False)
+        return checkpoint(lambda y: plain(y @ y.mT @ y, t), x / 9, use_reentrant=False)
 
     results = []
     with manager.recording() as records:
