@@ -170,9 +170,9 @@ def step(model: Any, run: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, dic
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("vocabulary", [32000, 50257])
+@pytest.mark.parametrize(("vocabulary", "defers"), [(32000, True), (50257, True), (50257, False)])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_a_llama_trains_as_in_eager_mode_but_for_its_loss(compiler: str, vocabulary: int) -> None:
+def test_a_llama_trains_as_in_eager_mode_but_for_its_loss(compiler: str, vocabulary: int, defers: bool) -> None:
     know_the_backend()
     torch._dynamo.reset()
     model = llama(vocabulary=vocabulary)
@@ -180,14 +180,16 @@ def test_a_llama_trains_as_in_eager_mode_but_for_its_loss(compiler: str, vocabul
     labels = torch.where(torch.rand(ids.shape, device="cuda") < 0.2, -100, ids)
     wanted = step(model, model, ids, labels)
     with manager.recording() as records:
-        run = compiled(model, compiler=compiler, exclude=["*"])  # no FP8, so that the loss is all that differs
+        # No FP8, so that the loss is all that differs.
+        run = compiled(model, compiler=compiler, exclude=["*"], defer_logits=defers)
         for _ in range(4):  # recorded and then replayed
             got = step(model, run, ids, labels)
     assert {arguments_of(node)["implementation"] for node in te_nodes(records[0], "cross_entropy_forward")} == {
         "triton"
     }
-    (backward,) = te_nodes(records[0], "cross_entropy_backward")
-    assert arguments_of(backward)["implementation"] == "triton" and arguments_of(backward)["addend"] is not None
+    (backward,) = te_nodes(records[0], "cross_entropy_backward_deferred" if defers else "cross_entropy_backward")
+    assert arguments_of(backward)["implementation"] == "triton"
+    assert arguments_of(backward)["ticket" if defers else "addend"] is not None
     assert got[0].dtype == FP32
     torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=0)
     assert all(relative_error(got[1][name], gradient) < 5e-2 for name, gradient in wanted[1].items())
@@ -205,7 +207,7 @@ def test_a_llama_in_fp8_learns_with_the_loss_of_its_own() -> None:
         for _ in range(20):
             losses.append(float(step(model, run, ids, ids)[0]))
             optimizer.step()
-    assert te_nodes(records[0], "cross_entropy_backward") and te_nodes(records[0], "gemm")
+    assert te_nodes(records[0], "cross_entropy_backward_deferred") and te_nodes(records[0], "gemm")
     assert losses[-1] < losses[0] / 2, losses
 
 

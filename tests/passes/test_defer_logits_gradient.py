@@ -21,11 +21,11 @@ CLASSES = 1030
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "loss_kernels")
 
 
-def deferred(function: Callable[..., Any], logits: Tensor, labels: Tensor) -> tuple[list[int], str]:
+def deferred(function: Callable[..., Any], x: Tensor, labels: Tensor) -> tuple[list[int], str]:
     """What the pass returns for the graph of ``function``, and the text of that after it."""
-    module, _ = captured(function, logits, labels)
+    module, _ = captured(function, x, labels)
     drop_noop_casts(module.graph)
-    assert lower_losses(module.graph) == 1
+    lower_losses(module.graph)
     places = defer_logits_gradient(module.graph)
     module.graph.lint()
     assert len(module.graph.find_nodes(op="call_function", target=CROSS_ENTROPY_DEFERRED)) == len(places)
@@ -33,8 +33,14 @@ def deferred(function: Callable[..., Any], logits: Tensor, labels: Tensor) -> tu
 
 
 def inputs(wants_gradient: bool = True) -> tuple[Tensor, Tensor]:
-    hidden = torch.randn(2, 3, CLASSES, dtype=torch.bfloat16, requires_grad=wants_gradient)
+    """Hidden states [B, S, K] and labels [B, S]."""
+    hidden = torch.randn(2, 3, 16, dtype=torch.bfloat16, requires_grad=wants_gradient)
     return hidden, torch.randint(0, CLASSES, (2, 3))
+
+
+def head(x: Tensor) -> Tensor:
+    """Logits [B, S, V]."""
+    return x @ torch.ones(16, CLASSES, dtype=x.dtype)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,7 +49,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def test_the_graph_after() -> None:
     def function(x: Tensor, labels: Tensor) -> Any:
-        logits = x * 2
+        logits = head(x)
         return loss_of(logits, labels), logits
 
     places, text = deferred(function, *inputs())
@@ -56,7 +62,7 @@ def test_the_graph_after() -> None:
 @pytest.mark.parametrize("shape", [(-1, CLASSES), (6, CLASSES), (2, 3, CLASSES)], ids=str)
 def test_logits_in_another_shape_count(shape: tuple[int, ...]) -> None:
     def function(x: Tensor, labels: Tensor) -> Any:
-        logits = (x * 2).view(shape)
+        logits = (head(x)).view(shape)
         return logits, F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
 
     places, _ = deferred(function, *inputs())
@@ -64,27 +70,27 @@ def test_logits_in_another_shape_count(shape: tuple[int, ...]) -> None:
 
 
 def not_returned(x: Tensor, labels: Tensor) -> Any:
-    return loss_of(x * 2, labels)
+    return loss_of(head(x), labels)
 
 
 def something_else_returned(x: Tensor, labels: Tensor) -> Any:
-    logits = x * 2
+    logits = head(x)
     return loss_of(logits, labels), logits + 1
 
 
 def returned_in_another_dtype(x: Tensor, labels: Tensor) -> Any:
-    logits = x * 2
+    logits = head(x)
     wide = logits.float()
     return loss_of(wide, labels), wide
 
 
 def some_returned(x: Tensor, labels: Tensor) -> Any:
-    logits = x * 2
+    logits = head(x)
     return loss_of(logits, labels), logits[:, :2]
 
 
 def returned_detached(x: Tensor, labels: Tensor) -> Any:
-    logits = x * 2
+    logits = head(x)
     return loss_of(logits, labels), logits.detach()
 
 
@@ -98,7 +104,7 @@ def test_other_outputs_stay(function: Callable[..., Any]) -> None:
 
 def test_logits_without_a_gradient_stay() -> None:
     def function(x: Tensor, labels: Tensor) -> Any:
-        logits = x * 2
+        logits = head(x)
         return loss_of(logits, labels), logits
 
     assert deferred(function, *inputs(wants_gradient=False))[0] == []

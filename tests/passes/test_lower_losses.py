@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from te_compile.ops import registry
-from te_compile.ops.cross_entropy import (
-    CROSS_ENTROPY,
-    cross_entropy_backward_reference,
-    cross_entropy_forward_reference,
-)
+from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.drop_noop_casts import drop_noop_casts
@@ -39,20 +34,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CLASSES = 1030
 BF16, FP32 = torch.bfloat16, torch.float32
-NAMES = {
-    "cross_entropy_forward": cross_entropy_forward_reference,
-    "cross_entropy_backward": cross_entropy_backward_reference,
-}
-
-
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    """Something better than the references, which are the references."""
-    for name, reference in NAMES.items():
-        registry.register(name, "fast", priority=1000)(reference)
-    yield
-    for name in NAMES:
-        del registry._TABLE[name, "fast"]
 
 
 def lowered(function: Callable[..., Any], *inputs: Any) -> tuple[int, str]:
@@ -75,7 +56,7 @@ def plain(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), **options)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_the_graph_after() -> None:
     def function(logits: Tensor, labels: Tensor) -> Any:
         wide = logits.float()
@@ -106,7 +87,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_every_spelling_has_its_number_and_its_gradient(name: str, dtype: torch.dtype) -> None:
@@ -126,7 +107,7 @@ def test_every_spelling_has_its_number_and_its_gradient(name: str, dtype: torch.
         torch.testing.assert_close(got.float(), want, rtol=1e-2 if dtype == BF16 else 1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_a_cast_is_looked_through_and_the_numbers_are_those_of_float32() -> None:
     logits, labels = inputs()
     _, text = lowered(SPELLINGS["views on both sides"], logits, labels)
@@ -142,7 +123,7 @@ def test_a_cast_is_looked_through_and_the_numbers_are_those_of_float32() -> None
     torch.testing.assert_close(results[1][1], results[0][1], rtol=2**-8, atol=1e-8)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_the_gradient_of_logits_that_are_returned_in_float32_is_added_as_it_is() -> None:
     head, labels = nn.Linear(16, CLASSES).to(BF16), torch.randint(0, CLASSES, (2, 3))
 
@@ -162,7 +143,7 @@ def test_the_gradient_of_logits_that_are_returned_in_float32_is_added_as_it_is()
     torch.testing.assert_close(results[1], results[0], rtol=5e-2, atol=2e-3)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_autocast_keeps_the_dtype_of_its_loss() -> None:
     x, w, labels = torch.randn(6, 16), torch.randn(CLASSES, 16), torch.randint(0, CLASSES, (6,))
 
@@ -216,7 +197,7 @@ LEFT: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 @pytest.mark.parametrize("name", LEFT)
 @pytest.mark.filterwarnings("ignore:size_average")
 def test_what_stays(name: str) -> None:
@@ -232,7 +213,7 @@ def test_without_a_kernel_a_loss_stays_the_models_own() -> None:
     assert not te_nodes(records[0], "cross_entropy_forward")
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_where_something_is_written_or_switched_between_a_cast_and_the_loss_both_stay() -> None:
     def written(x: Tensor, t: Tensor) -> Tensor:
         x = x @ torch.eye(CLASSES, dtype=x.dtype)
@@ -250,7 +231,7 @@ def test_where_something_is_written_or_switched_between_a_cast_and_the_loss_both
         assert count == 0 and ".float(" in text, text
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_inside_a_function_transform_it_stays() -> None:
     def function(x: Tensor, t: Tensor) -> Tensor:
         return torch.func.grad(lambda y: plain(y, t))(x)
@@ -258,7 +239,7 @@ def test_inside_a_function_transform_it_stays() -> None:
     assert lowered(function, *inputs(FP32))[0] == 0
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_a_loss_that_is_recomputed() -> None:
     logits, labels = inputs(FP32)
 
@@ -277,15 +258,16 @@ def test_a_loss_that_is_recomputed() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_any_number_of_rows_keeps_its_symbol() -> None:
+@pytest.mark.usefixtures("loss_kernels")
+@pytest.mark.parametrize("defers", [False, True])
+def test_any_number_of_rows_keeps_its_symbol(defers: bool) -> None:
     head = nn.Linear(16, CLASSES)
 
     def function(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(x)
         return SPELLINGS["cast"](logits, labels), logits
 
-    run = compiled(function, dynamic=True, exclude=["*"])
+    run = compiled(function, dynamic=True, exclude=["*"], defer_logits=defers)
     with manager.recording() as records:
         for rows in (4, 9, 6):
             x, labels = torch.randn(2, rows, 16, requires_grad=True), torch.randint(0, CLASSES, (2, rows))
@@ -293,8 +275,8 @@ def test_any_number_of_rows_keeps_its_symbol() -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
     (record,) = records
     assert len(te_nodes(record, "cross_entropy_forward")) == 1
-    (backward,) = te_nodes(record, "cross_entropy_backward")
-    assert arguments_of(backward)["addend"] is not None
+    (backward,) = te_nodes(record, "cross_entropy_backward_deferred" if defers else "cross_entropy_backward")
+    assert arguments_of(backward)["ticket" if defers else "addend"] is not None
 
 
 SIZES = {"vocab_size": CLASSES, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -317,11 +299,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_models_of_hugging_face_train_as_in_eager_mode(name: str, compiler: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "defers"), [(BF16, True), (BF16, False), (FP32, True)], ids=str)
+def test_models_of_hugging_face_train_as_in_eager_mode(
+    name: str, compiler: str, dtype: torch.dtype, defers: bool
+) -> None:
     model = MODELS[name]().to(dtype)
     ids = torch.randint(0, CLASSES, (2, 9))
     labels = torch.where(torch.rand(2, 9) < 0.3, -100, ids)
@@ -335,11 +319,13 @@ def test_models_of_hugging_face_train_as_in_eager_mode(name: str, compiler: str,
     wanted = step(model)
     # Nothing in FP8, so that the loss is all that differs.
     with manager.recording() as records:
-        got = step(compiled(model, compiler=compiler, exclude=["*"]))
-    (backward,) = (node for record in records for node in te_nodes(record, "cross_entropy_backward"))
+        got = step(compiled(model, compiler=compiler, exclude=["*"], defer_logits=defers))
+    # In GPT-2 the graph breaks before the loss, which then has only logits to read, and none to return.
+    broken = len(records) > 1
+    operator = "cross_entropy_backward_deferred" if defers and not broken else "cross_entropy_backward"
+    (backward,) = (node for record in records for node in te_nodes(record, operator))
     assert backward.meta["val"].dtype == dtype
-    # Of the logits that are returned. In GPT-2 the graph breaks before the loss, which then has only logits to read.
-    assert (arguments_of(backward)["addend"] is None) == (len(records) > 1)
+    assert defers or (arguments_of(backward)["addend"] is None) == broken
     assert got[0].dtype == wanted[0].dtype
     # On a CPU eager mode adds up losses in bf16 where the model leaves its logits in it.
     torch.testing.assert_close(got[0], wanted[0], rtol=2e-2 if dtype == BF16 else 1e-5, atol=1e-5)
@@ -349,7 +335,7 @@ def test_models_of_hugging_face_train_as_in_eager_mode(name: str, compiler: str,
         assert difference <= (3e-2 if dtype == BF16 else 1e-4) * gradient.double().norm() + 1e-6, parameter
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("loss_kernels")
 def test_items_in_a_batch_are_counted_by_the_model() -> None:
     model = MODELS["llama"]()
     ids = torch.randint(0, CLASSES, (2, 9))
