@@ -17,14 +17,14 @@ from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from tests.compiling import compiled, gradients, know_the_backend, relative_error, te_nodes
-from tests.gpu.test_kernels import fresh_random_numbers, poisoned_memory
+from tests.gpu.test_kernels import poisoned_memory
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a CUDA device with FP8 conversion (compute capability 8.9 or later)",
 )
 
-__all__ = ["fresh_random_numbers", "poisoned_memory"]  # fixtures that every test here uses
+__all__ = ["poisoned_memory"]  # a fixture that every test here uses
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)

@@ -36,11 +36,6 @@ LIMITS = {"split": 2.0**-11, "fast": 2.0**-8}
 BF16 = 2.0**-9
 
 
-@pytest.fixture(autouse=True)
-def fresh_random_numbers() -> None:
-    print(f"torch.manual_seed({torch.seed()})")
-
-
 def number(value: float) -> Tensor:
     return torch.tensor(value, device="cuda")
 

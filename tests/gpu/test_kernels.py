@@ -28,11 +28,6 @@ SHAPES = [(8192, 4096), (8191, 4095), (4097, 16384), (1, 4096), (33, 17), (300, 
 
 
 @pytest.fixture(autouse=True)
-def fresh_random_numbers() -> None:
-    print(f"torch.manual_seed({torch.seed()})")
-
-
-@pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves unwritten is neither zero nor right by chance."""
     original = torch.Tensor.new_empty

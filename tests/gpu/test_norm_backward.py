@@ -10,14 +10,14 @@ from te_compile.ops import registry
 from te_compile.ops import triton_implementations as kernels
 from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, norm_reference, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
-from tests.gpu.test_kernels import fresh_random_numbers, poisoned_memory
+from tests.gpu.test_kernels import poisoned_memory
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a CUDA device with FP8 conversion (compute capability 8.9 or later)",
 )
 
-__all__ = ["fresh_random_numbers", "poisoned_memory"]  # fixtures that every test here uses
+__all__ = ["poisoned_memory"]  # a fixture that every test here uses
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5

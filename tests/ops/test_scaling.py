@@ -16,11 +16,6 @@ RULE = ScaleRule().text()
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.fixture(autouse=True)
-def fresh_random_numbers() -> None:
-    print(f"torch.manual_seed({torch.seed()})")
-
-
 def key(**parameters: Any) -> str:
     return remember(DelayedScaling(**{"amax_history_len": 4, **parameters}))
 

@@ -15,11 +15,6 @@ RULE = ScaleRule()
 SHAPES = [(48, 32), (7, 5), (16, 160)]
 
 
-@pytest.fixture(autouse=True)
-def fresh_random_numbers() -> None:
-    print(f"torch.manual_seed({torch.seed()})")
-
-
 def drawn() -> list[Tensor]:
     return [torch.randn(shape) * 10.0**-i for i, shape in enumerate(SHAPES)]
 
