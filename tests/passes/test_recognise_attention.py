@@ -168,7 +168,8 @@ def test_a_scale_that_is_learned_gets_its_gradient() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return F.softmax((F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT) * scale.exp(), dim=-1) @ v
 
-    assert_recognised(run, *operands(), torch.randn(HEADS, 1, 1, requires_grad=True))
+    # Its gradient sums what cancels over all queries and keys: in 400 draws two ways to say the same were 1.2e-5 apart.
+    assert_recognised(run, *operands(), torch.randn(HEADS, 1, 1, requires_grad=True), tolerance=1e-4)
 
 
 def test_keys_of_one_head_are_broadcast() -> None:
