@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from te_compile.ops.quantize import QUANTIZE, padded, quantize_reference, transp
 from te_compile.ops.scaling import snapshot_reference, update_scales_reference
 from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
 from te_compile.recipe import DelayedScaling, ScaleRule
+from tests.poison import poison_memory
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
@@ -30,15 +30,7 @@ SHAPES = [(8192, 4096), (8191, 4095), (4097, 16384), (1, 4096), (33, 17), (300, 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves unwritten is neither zero nor right by chance."""
-    original = torch.Tensor.new_empty
-
-    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        memory = original(self, *args, **kwargs)
-        if memory.numel():
-            memory.view(-1).view(torch.uint8).fill_(0xA5)
-        return memory
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    poison_memory(monkeypatch)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -7,7 +7,6 @@ of tests/gpu and of these tests run on a GPU.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.kernels.interpreter import correct_interpreter
+from tests.poison import poison_memory
 
 correct_interpreter()
 
@@ -39,12 +39,4 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves unwritten is neither zero nor right by chance."""
-    original = torch.Tensor.new_empty
-
-    def poisoned(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        memory = original(self, *args, **kwargs)
-        if memory.numel():
-            memory.view(-1).view(torch.uint8).fill_(0xA5)
-        return memory
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    poison_memory(monkeypatch)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_compile.kernels import buffers, recording
+from tests import poison
 
 BF16 = torch.bfloat16
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -142,3 +143,8 @@ def test_where_graphs_become_cuda_graphs_no_workspace_is_kept(monkeypatch: pytes
     monkeypatch.setattr(buffers, "lent_workspaces", {(0, 77, 48): [torch.zeros(48)]})
     buffers.stop_lending()
     assert not buffers.lent_workspaces
+
+
+def test_tests_find_memory_poisoned(device: str) -> None:
+    codes = buffers.empty(torch.empty(0, device=device), (3, 5), torch.float8_e4m3fn)
+    assert set(codes.view(torch.uint8).flatten().tolist()) == {poison.BYTE}
