@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import kernels
+from benchmarks.kernel_timing import replayed
 from benchmarks.measure import (
     DEVICE,
     DTYPES,
@@ -140,7 +140,7 @@ def _once(call: Callable[..., Tensor], what: str, inputs: Sequence[Tensor], grad
 def _milliseconds(call: Callable[[], Any], iterations: int) -> float:
     """Of one call; on a GPU within a CUDA graph of several, so that the host plays no part."""
     if DEVICE.type == "cuda":
-        return kernels.replayed(lambda _: call(), iterations)
+        return replayed(lambda _: call(), iterations)
     return median_ms(call, iterations, warmup=1)
 
 

@@ -70,7 +70,7 @@ def tiny_steps(variant: str, compiler: str, calls: int) -> dict[str, HostCost]:
 
 def product_rates() -> dict[str, float]:
     """FLOPs a microsecond of a bf16 product and of FP8 products as a training step mixes them."""
-    from benchmarks.kernels import replayed
+    from benchmarks.kernel_timing import replayed
     from te_compile.ops import registry
     from te_compile.ops.gemm import GEMM
 
@@ -107,7 +107,7 @@ def attention_rate() -> dict[str, float]:
 
 def memory_rates() -> dict[str, float]:
     """Bytes a microsecond of the quantize kernel, and the time of one with next to nothing to do."""
-    from benchmarks.kernels import TURNS, replayed
+    from benchmarks.kernel_timing import TURNS, replayed
     from te_compile.kernels.quantize import quantize
     from te_compile.recipe import ScaleRule
 

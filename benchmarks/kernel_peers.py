@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernels, products
-from benchmarks.kernels import E4M3, E5M2, Row
+from benchmarks.kernel_timing import E4M3
+from benchmarks.kernels import E5M2, Row
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.pointwise import Spec, evaluate
 from te_compile.ops.quantize import quantize_reference

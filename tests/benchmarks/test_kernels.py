@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import kernel_peers, kernel_table, kernels, measure, products
+from benchmarks import kernel_peers, kernel_table, kernel_timing, kernels, measure, products
 from benchmarks.kernels import Row
 from te_compile.ops.quantize import quantize_reference
 
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LAYER", ((32, 64), (64, 32)))
     monkeypatch.setattr(kernels, "replayed", lambda call, replays=12: 0.002)
     monkeypatch.setattr(kernels, "host_microseconds", lambda call, calls=100: 1.0)
-    monkeypatch.setattr(kernels, "product_peak", lambda: 100.0)
+    monkeypatch.setattr(kernel_timing, "product_peak", lambda: 100.0)
     monkeypatch.setattr(products, "TOKENS", 32)
     monkeypatch.setattr(products, "LINEARS", {"proj": (64, 48)})
 
