@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_compile.passes.find_linears import find_linears
@@ -48,3 +48,15 @@ def only_site(run: Callable[..., Any], *inputs: Any) -> Site:
 def traced(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     """An ATen graph with fake values on its nodes, like the joint graph."""
     return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def changed(
+    change: Callable[[Graph], int], function: Callable[..., Any], *given: Tensor
+) -> tuple[int, Graph, list[tuple[Tensor, Tensor]]]:
+    """What a pass counts on the ATen graph of ``function``, that graph then, and each result after and before it."""
+    gm = traced(function, *given)
+    before = gm(*given)
+    count = change(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return count, gm.graph, list(zip(gm(*given), before, strict=True))

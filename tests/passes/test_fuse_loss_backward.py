@@ -14,7 +14,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY_BACKWARD, cross_entropy_b
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.text import ops_text
-from tests.capturing import traced
+from tests.capturing import changed, traced
 
 CLASSES = 40
 SHAPE = (2, 3, CLASSES)
@@ -29,18 +29,14 @@ def inputs(dtype: torch.dtype = BF16) -> list[Tensor]:
 
 def fused(function: Callable[..., Any], *given: Tensor) -> tuple[int, str]:
     """What the pass counts on the graph of ``function``, and the text after it. Results stay, up to one rounding."""
-    gm = traced(function, *given)
-    before = gm(*given)
-    count = fuse_loss_backward(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    for got, want in zip(gm(*given), before, strict=True):
+    count, graph, results = changed(fuse_loss_backward, function, *given)
+    for got, want in results:
         assert got.shape == want.shape and got.stride() == want.stride() and got.dtype == want.dtype
         # The sum of two that are rounded apart may be off by a rounding of each, which is more of a small sum.
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
-    for node in gm.graph.find_nodes(op="call_function", target=CROSS_ENTROPY_BACKWARD):
+    for node in graph.find_nodes(op="call_function", target=CROSS_ENTROPY_BACKWARD):
         assert node.meta["val"].shape == (6, CLASSES)
-    return count, ops_text(gm.graph)
+    return count, ops_text(graph)
 
 
 def backward(x: Tensor, t: Tensor, lse: Tensor, g: Tensor) -> Tensor:

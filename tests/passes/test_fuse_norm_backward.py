@@ -18,7 +18,7 @@ from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.text import ops_text
-from tests.capturing import traced
+from tests.capturing import changed, traced
 from tests.compiling import compiled, te_nodes, train_step
 
 COLUMNS = 32
@@ -38,16 +38,12 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 def fused(function: Callable[..., Any], *given: Tensor) -> tuple[int, str]:
     """What the pass counts on the graph of ``function``, and the text after it. The results stay as they are."""
-    gm = traced(function, *given)
-    before = gm(*given)
-    count = fuse_norm_backward(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    for got, want in zip(gm(*given), before, strict=True):
+    count, graph, results = changed(fuse_norm_backward, function, *given)
+    for got, want in results:
         assert torch.equal(got, want) and got.stride() == want.stride()
-    for node in gm.graph.find_nodes(op="call_function", target=NORM_BACKWARD):
+    for node in graph.find_nodes(op="call_function", target=NORM_BACKWARD):
         assert node.meta["val"][0].shape == (6, COLUMNS)
-    return count, ops_text(gm.graph)
+    return count, ops_text(graph)
 
 
 def test_the_graph_after() -> None:
