@@ -1,8 +1,9 @@
 """Tapes (replay.py) that the C++ core plays: the same memory, launches and results, without Python in between.
 
-On an H200's host a call that Python replays takes 22 µs with one product or one kernel in it. Half of that is arguments
-read from Python objects, lists and dictionaries, none of which differs from one call to the next. What it comes to is
-therefore worked out here, once for each tape and each place in generated code, and csrc/python/ does it:
+On an H200's host a call that Python replays takes 22 µs with one product or one kernel in it (``python -m
+benchmarks.host``). Part of that is arguments read from Python objects, lists and dictionaries, none of which differs
+from one call to the next. What it comes to is therefore worked out here, once for each tape and each place in generated
+code, and csrc/python/ does it:
 
     memory    PyTorch's function with its arguments ready; amaxes from stock (buffers.py); workspace lent for the call
     steps     a Triton kernel as a launch by the driver (driver_launch.py), a product as one that cuBLASLt was prepared
