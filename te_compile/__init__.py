@@ -21,6 +21,7 @@ from te_compile import accelerate_name
 
 if TYPE_CHECKING:
     from te_compile.backend import te_fp8
+    from te_compile.deferred_gradients import LostGradientError
     from te_compile.inspect import Difference, Report, Row, Statistics, diff, explain, stats
     from te_compile.options import OptionError, Options, configure
     from te_compile.passes.plan import StrictError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "te_fp8": "backend",
+    "LostGradientError": "deferred_gradients",
     "explain": "inspect",
     "diff": "inspect",
     "stats": "inspect",
@@ -61,6 +63,7 @@ __all__ = [
     "Difference",
     "Float8CurrentScaling",
     "Format",
+    "LostGradientError",
     "OptionError",
     "Options",
     "RecipeError",

@@ -47,7 +47,11 @@ def _require_taken(waiting: Waiting) -> None:
 
 
 def attached(compiled: Callable[..., Any], outputs: Sequence[int]) -> Callable[..., Any]:
-    """``compiled`` with its outputs at these places differentiable again; its last outputs are their tickets."""
+    """``compiled`` with its ``outputs`` (their places: logits of any shape) differentiable again.
+
+    Its last outputs are their tickets, fp64 [] on the host and in this order, which are taken away. A backward pass
+    raises LostGradientError if a gradient of such an output reached no backward of ``compiled``.
+    """
 
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
