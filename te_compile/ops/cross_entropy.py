@@ -80,11 +80,8 @@ def _forward(
     return registry.function_of("cross_entropy_forward", implementation)(logits, targets, ignore_index)
 
 
-def _forward_fake(
-    logits: Tensor, targets: Tensor, ignore_index: int, implementation: str = registry.REFERENCE
-) -> tuple[Tensor, Tensor]:
-    rows, _ = logits.shape
-    losses, logsumexp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+def _forward_fake(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    losses, logsumexp = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
     return losses, logsumexp
 
 
@@ -109,15 +106,7 @@ def _backward(
     return function(logits, targets, logsumexp, gradients, ignore_index, addend)
 
 
-def _backward_fake(
-    logits: Tensor,
-    targets: Tensor,
-    logsumexp: Tensor,
-    gradients: Tensor,
-    ignore_index: int,
-    addend: Tensor | None = None,
-    implementation: str = registry.REFERENCE,
-) -> Tensor:
+def _backward_fake(logits: Tensor, *_: Any, **__: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -143,23 +132,11 @@ def _backward_deferred(
     return _backward(logits, targets, logsumexp, gradients, ignore_index, addend, implementation)
 
 
-def _backward_deferred_fake(
-    logits: Tensor,
-    targets: Tensor,
-    logsumexp: Tensor,
-    gradients: Tensor,
-    ignore_index: int,
-    ticket: Tensor,
-    implementation: str = registry.REFERENCE,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 CROSS_ENTROPY_BACKWARD_DEFERRED = define(
     "cross_entropy_backward_deferred(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
     'int ignore_index, Tensor ticket, str implementation="reference") -> Tensor',
     _backward_deferred,
-    _backward_deferred_fake,
+    _backward_fake,
     asks=True,
 )
 

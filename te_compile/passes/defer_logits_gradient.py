@@ -21,8 +21,8 @@ from torch.fx import Graph, Node
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_DEFERRED
 from te_compile.ops.deferred_gradient import TICKET_DTYPE
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
-from te_compile.passes.lower_losses import VIEWS
+from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.lower_losses import with_these_rows
 
 
 def defer_logits_gradient(graph: Graph) -> list[int]:
@@ -46,16 +46,12 @@ def defer_logits_gradient(graph: Graph) -> list[int]:
 
 
 def _shown_by(logits: object) -> Iterator[Node]:
-    """``logits`` and the tensors that it is a view of, all of their elements, up to the first."""
-    node = logits
-    while isinstance(node, Node) and is_tensor(node):
+    """``logits`` and the tensors of its dtype that it is a view of, row by row, up to the first."""
+    node = logits if isinstance(logits, Node) else None
+    while node is not None:
         yield node
-        if node.op not in ("call_function", "call_method") or called(node) not in VIEWS:
-            return
-        source = argument(node, 0, "input")
-        if not is_tensor(source) or value_of(source).dtype != value_of(node).dtype:
-            return
-        node = source
+        source = with_these_rows(node)
+        node = source if source is not None and value_of(source).dtype == value_of(node).dtype else None
 
 
 def _deferred(loss: Node, logits: Node) -> tuple[Node, Node]:

@@ -35,7 +35,7 @@ from te_compile.passes.writing import Writer
 
 FEWEST_CLASSES = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
 # Of F.cross_entropy's arguments, those that must be what they are by default: by name, position and default.
 _PLAIN = (("weight", 2, None), ("size_average", 3, None), ("reduce", 5, None), ("label_smoothing", 7, 0.0))
 
@@ -73,7 +73,7 @@ def _are_logits(node: Node) -> bool:
     return is_matrix and x.shape[1] >= FEWEST_CLASSES
 
 
-def _with_these_rows(node: Node) -> Node | None:
+def with_these_rows(node: Node) -> Node | None:
     """The tensor that ``node`` casts to float32, or whose rows it shows in their order; None if it does neither."""
     source = argument(node, 0, "input")
     if node.op not in ("call_function", "call_method") or not is_tensor(source):
@@ -86,13 +86,13 @@ def _with_these_rows(node: Node) -> Node | None:
     if is_cast(node):
         is_wider = after.dtype == torch.float32 and before.dtype in _DTYPES and before.device == after.device
         return source if is_wider else None
-    return source if called(node) in VIEWS and before.dtype == after.dtype else None
+    return source if called(node) in _VIEWS and before.dtype == after.dtype else None
 
 
 def _written_as(logits: Node) -> list[Node]:
     """``logits``, what it is a view or a cast of, and so on, to the node that computes it."""
     chain = [logits]
-    while (source := _with_these_rows(chain[-1])) is not None:
+    while (source := with_these_rows(chain[-1])) is not None:
         chain.append(source)
     return chain
 
@@ -104,7 +104,7 @@ def _is_for_losses_alone(logits: Node) -> bool:
     shown = [logits]
     for node in shown:
         for user in node.users:
-            if _with_these_rows(user) is node:
+            if with_these_rows(user) is node:
                 shown.append(user)
             elif user.op != "output" and user.target is not F.cross_entropy and not isinstance(value_of(user), _SIZES):
                 return False
