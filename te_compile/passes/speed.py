@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BF16_FLOPS_PER_MICROSECOND = 688e6
-FP8_FLOPS_PER_MICROSECOND = 1289e6
+FP8_FLOPS_PER_MICROSECOND = 1320e6
 ATTENTION_FLOPS_PER_MICROSECOND = 429e6
-BYTES_PER_MICROSECOND = 3.7e6
-LAUNCH_MICROSECONDS = 2.7
+BYTES_PER_MICROSECOND = 3.4e6
+LAUNCH_MICROSECONDS = 2.5
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class HostCost:
 
 
 # Those of a cloud machine with an H200. Hosts differ by a factor of two, but in both columns alike.
-HIGH_PRECISION_TRAINING = HostCost(step=867.0, linear=198.0)
-FP8_TRAINING = HostCost(step=1765.0, linear=443.0)
-HIGH_PRECISION_INFERENCE = HostCost(step=0.0, linear=87.0)
-FP8_INFERENCE = HostCost(step=379.0, linear=101.0)
+HIGH_PRECISION_TRAINING = HostCost(step=730.0, linear=215.0)
+FP8_TRAINING = HostCost(step=775.0, linear=322.0)
+HIGH_PRECISION_INFERENCE = HostCost(step=0.0, linear=82.0)
+FP8_INFERENCE = HostCost(step=249.0, linear=83.0)
 
 LEAST_GAIN = 0.05
 """What a whole step must gain by estimate before it is touched: an estimate is not better than that."""
