@@ -159,6 +159,8 @@ def test_the_driver_is_told_what_tritons_launcher_tells_it(tmp_path: Path) -> No
     """Of our own kernels, compiled for Hopper, and of one with arguments of all kinds; to the byte."""
     if native.missing() or not shutil.which("cc"):
         pytest.skip("needs the C++ core and a C compiler")
+    if torch.cuda.is_available():
+        pytest.skip("where the real driver is loaded, none can be pretended beside it; tests/gpu launches on it")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.programs.triton_launches", str(tmp_path)]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
