@@ -25,6 +25,8 @@ from te_compile.ops.pointwise import Operand, Step
 
 LOGISTIC = "logistic"
 """1 / (1 + 2^v)."""
+LOGISTIC_SLOPE = "logistic_slope"
+"""v · (1 - v), of what a logistic function gives."""
 BELL = "bell"
 """2^v of a v that is never positive."""
 NORMAL_CDF = "normal_cdf"
@@ -90,7 +92,7 @@ class _Builder:
             return self._times(self._logistic(a, 2.0), 2.0)
         if operation == ONE_LESS_TANH_SQUARED:
             half = self._logistic(a, 2.0)
-            return self._times(self._product(half, self._new("sub", 1.0, half)), 4.0)
+            return self._times(self._new(LOGISTIC_SLOPE, half), 4.0)
         if operation == ONE_PLUS_ERF:
             return self._one_plus_erf(a)
         if operation == "exp":

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from te_compile.kernels import buffers
-from te_compile.kernels.algebra import BELL, LOGISTIC, NORMAL_CDF, simplified
+from te_compile.kernels.algebra import BELL, LOGISTIC, LOGISTIC_SLOPE, NORMAL_CDF, simplified
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.generated import load_from
@@ -105,6 +105,7 @@ CHEAPER_FORMS = {
     ONE_LESS_TANH_SQUARED: "one_less_tanh_squared({0})",
     TIMES_SIGMOID: "{0} * sigmoid({1})",
     LOGISTIC: "logistic({0})",
+    LOGISTIC_SLOPE: "logistic_slope({0})",
     ONE_PLUS_ERF: "one_plus_erf({0})",
     NORMAL_CDF: "normal_cdf({0}, {1}, {2})",
     BELL: "vanishing_exp2({0})",
@@ -156,7 +157,12 @@ def _read_text(index: int, given: Input) -> list[str]:
     else:
         where = f"{x}, {x}_m, {x}_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN"
         loaded = f"read_{given.place.name.lower()}({where})"
-    number = f"{loaded} != 0" if given.dtype == torch.bool else f"{loaded}.to(tl.float32)"
+    if given.dtype == torch.bool:
+        number = f"{loaded} != 0"
+    elif given.dtype == torch.bfloat16 and given.place is Place.FULL:
+        number = f"widened({loaded})"
+    else:
+        number = f"{loaded}.to(tl.float32)"
     return [*lines, f"{x} = {number}"]
 
 
@@ -191,11 +197,13 @@ import triton
 import triton.language as tl
 
 from te_compile.kernels.pointwise_functions import (
-    expm1, log1p, logistic, normal_cdf, one_less_tanh_squared, one_plus_erf, one_plus_tanh, part_at, power, read_column,
-    read_full, read_part, read_row, sigmoid, tanh, vanishing_exp2, whole,
+    corner, expm1, is_first, log1p, logistic, logistic_slope, normal_cdf, one_less_tanh_squared, one_plus_erf,
+    one_plus_tanh, part_at, power, read_column, read_full, read_part, read_row, sigmoid, tanh, vanishing_exp2, whole,
+    widened, write,
 )
 from te_compile.kernels.quantize import (
-    fp8_codes, fp8_words, largest_of, magnitude, must_measure, record_amax, rounded, scale_in_use, scaled,
+    fp8_codes, fp8_words, largest_of, magnitude, magnitude_of_four, must_measure, record_amax, rounded, scale_in_use,
+    scaled,
 )
 
 
@@ -209,20 +217,14 @@ def values(
     return {returned}
 
 
-@triton.jit
-def corner(program, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    across = tl.cdiv(columns, COLUMNS)
-    return (program // across).to(tl.int64) * ROWS, (program % across).to(tl.int64) * COLUMNS
-
-
 @triton.jit(do_not_specialize_on_alignment=[{scale_names}])
 def measure(
     {inputs},
     {measured}, rows, columns,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     if {must_measure}:
-        tile_m, tile_k = corner(tl.program_id(0), columns, ROWS, COLUMNS)
+        tile_m, tile_k = corner(columns, ROWS, COLUMNS, FLAT, False)
         m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
         in_rows, in_columns = tile_m + m < rows, tile_k + k < columns
         {returned} = values(
@@ -235,16 +237,14 @@ def measure(
 @triton.jit(do_not_specialize_on_alignment=[{scale_names}])
 def produce(
     {inputs},
-    {outputs}{quantized}, rows, columns, padded_rows,
+    {outputs}{quantized}, rows, columns, words,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     {layouts},
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    program = tl.program_id(0)
     {scales}
-    if MEASURED:
-        program = tl.num_programs(0) - 1 - program  # the L2 still holds what the measuring pass read last
-    first_m, tile_k = corner(program, columns, ROWS * STEPS, COLUMNS)
+    # Backwards after a measuring pass: the L2 still holds what that read last.
+    tile_m, tile_k = corner(columns, ROWS, COLUMNS, FLAT, MEASURED)
     word, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = tile_k + k < columns
     {tile}
@@ -262,7 +262,7 @@ _OF_EACH = {
     "layouts": ("ROWWISE{n}: tl.constexpr, COLUMNWISE{n}: tl.constexpr", ", "),
     "scales": (
         "used{n} = scale_in_use(scale{n}, amax{n}, MEASURED, TARGET, EPSILON, POWER_2)\n"
-        "    if program == 0:\n"
+        "    if is_first():\n"
         "        tl.store(scale_inv{n}, tl.div_rn(tl.full((), 1.0, tl.float32), used{n}))",
         "\n    ",
     ),
@@ -297,36 +297,29 @@ def source(spec: Spec) -> str:
             for name, (text, between) in _OF_EACH.items()
         },
         tile="\n    ".join(_tile_text(spec, leaving, arguments)),
-        sums="\n    ".join(_sum_text(i) for i, _ in enumerate(spec.sums)),
+        sums="\n    ".join(line for i, given in enumerate(spec.sums) for line in _sum_text(i, given.value)),
     )
 
 
 def _tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
-    """What ``produce`` does with its tiles, one below the other: more than one where columns are summed."""
-    once = ["tile_m = first_m", *_one_tile_text(spec, leaving, arguments)]
-    once += [f"largest{end} = {_largest_text(root)}" for root, end in _ends(spec)]
-    if not spec.sums:
-        return once
-    zeros = "tl.zeros((ROWS // 4, COLUMNS), tl.{})"
-    each = ["tile_m = first_m + step * ROWS", *_one_tile_text(spec, leaving, arguments)]
-    each.append(f"largest = tl.maximum(largest, {_largest_text(spec.quantized)})")
-    each += [f"sum{i} += {' + '.join(f'{r.value}_{j}' for j in range(4))}" for i, r in enumerate(spec.sums)]
-    start = [f"sum{i} = {zeros.format('float32')}" for i, _ in enumerate(spec.sums)]
-    loop = ["for step in range(STEPS):", *(f"    {line}" for line in each)]
-    return [*start, f"largest = {zeros.format('int32')}", *loop]
+    """What ``produce`` does with its tile."""
+    text = ["tile_at = tile_m * columns + tile_k", *_quarters_text(spec, leaving, arguments)]
+    return [*text, *(f"largest{end} = {_largest_text(root)}" for root, end in _ends(spec))]
 
 
 def _largest_text(root: str) -> str:
-    bits = [f"magnitude({root}_{j})" for j in range(4)]
-    return "tl.maximum(tl.maximum({}, {}), tl.maximum({}, {}))".format(*bits)
+    return f"magnitude_of_four({', '.join(f'{root}_{j}' for j in range(4))})"
 
 
-def _sum_text(index: int) -> str:
-    at = f"s{index} + first_m // (ROWS * STEPS) * columns + tile_k + k"
-    return f"tl.store({at}, tl.sum(sum{index}, axis=0), mask=in_columns)"
+def _sum_text(index: int, value: str) -> list[str]:
+    """The statements that write a tile's part of a column sum."""
+    return [
+        f"sum{index} = {' + '.join(f'{value}_{j}' for j in range(4))}",
+        f"tl.store(s{index} + tile_m // ROWS * columns + tile_k + k, tl.sum(sum{index}, axis=0), mask=in_columns)",
+    ]
 
 
-def _one_tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
+def _quarters_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
     """Each step is written once for each of a tile's four interleaved quarters.
 
     Quarter j holds the rows 4·i + j. All are read before anything is stored, so that all loads are in flight at once.
@@ -335,7 +328,7 @@ def _one_tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
     for j in range(4):
         compute += [
             f"m{j} = 4 * word + {j}",
-            f"at{j} = tile_m * columns + tile_k + m{j}[:, None] * columns + k[None, :]",
+            f"at{j} = m{j}[:, None] * columns + k[None, :]",  # only a tile's corner needs 64 bits
             f"in_rows{j} = tile_m + m{j} < rows",
             f"inside{j} = in_rows{j}[:, None] & in_columns[None, :]",
             f"{', '.join(f'{name}_{j}' for name in leaving)} = values(",
@@ -344,10 +337,10 @@ def _one_tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
             ")",
         ]
         cast += [f"scaled{end}_{j} = scaled({root}_{j}, used{end})" for root, end in _ends(spec)]
-        store += [f"tl.store(e{i} + at{j}, {r.value}_{j}, mask=inside{j})" for i, r in enumerate(spec.emitted)]
+        store += [f"write(e{i} + tile_at + at{j}, {r.value}_{j}, inside{j}, EVEN)" for i, r in enumerate(spec.emitted)]
         for _, end in _ends(spec):
             codes = f"fp8_codes(scaled{end}_{j}, E5M2)"
-            store += [f"if ROWWISE{end}:", f"    tl.store(q{end} + at{j}, {codes}, mask=inside{j})"]
+            store += [f"if ROWWISE{end}:", f"    write(q{end} + tile_at + at{j}, {codes}, inside{j}, EVEN)"]
     transposed = [line for _, end in _ends(spec) for line in _transposed_text(end)]
     return [*compute, *cast, *store, *transposed]
 
@@ -358,11 +351,10 @@ def _transposed_text(end: str) -> list[str]:
     return [
         f"if COLUMNWISE{end}:",
         "    # Rows from M to the padded end are zeros in z, so their codes are the padding.",
-        "    words = padded_rows // 4",
         f"    qt_at = qt{end}.to(tl.pointer_type(tl.uint32), bitcast=True) + tile_k * words + tile_m // 4",
         "    within = in_columns[:, None] & (tile_m // 4 + word < words)[None, :]",
         f"    codes = tl.trans(fp8_words({quarters}, E5M2))",
-        "    tl.store(qt_at + k[:, None] * words + word[None, :], codes, mask=within)",
+        "    write(qt_at + k[:, None] * words + word[None, :], codes, within, EVEN)",
     ]
 
 
@@ -386,15 +378,14 @@ def kernels(spec: Spec) -> ModuleType:
     return load_from(f"te_compile_generated.{path.stem}", str(path))
 
 
-# 32 elements a thread, and runs of 64 bytes in qᵀ. On an H200 the best of five for activations and gates, with 93% of a
-# copy's bandwidth for SwiGLU of 8192 × 16384; with twice as many elements the chains run out of registers.
-TILE = Tile(64, 128, 8)
-# Where columns are summed: a sum ends in an exchange between all warps, so few of them do it, and a program takes four
-# tiles, one below the other, before it does. On an H200 the backward of ReLU² with its bias gradient takes 60 µs for
-# 8192 × 4096, where one tile a program takes 66 and 64 × 128 with eight warps 73. With more to compute the loop runs
-# out of registers: the backward of GELU takes 249 µs for 8192 × 16384, and 310 in fours.
-SUMMING = Tile(32, 64, 2)
-SHORT, MANY = 8, 4  # so few operations, so many tiles
+# 32 elements a thread, and runs of 64 bytes in qᵀ; with twice as many elements the chains run out of registers. Held to
+# 64 of these a multiprocessor has room for 32 warps. On an H200 the best of nine, or within 1%, for activations and for
+# gates, at 90% of a copy's bandwidth for GELU of 8192 × 16384 and 96% for SwiGLU.
+TILE = Tile(64, 128, 8, registers=64)
+# Where more is read or columns are summed: a sum ends in an exchange between all warps of a program. On an H200 the
+# best of fourteen, or within 1%: the backward of GELU with its bias gradient takes 210 µs for 8192 × 16384, and 217
+# with the 72 registers that it would like; a cast with sums 157, and by tiles of 32 × 64 with two warps 188.
+DENSE = Tile(64, 64, 4, registers=64)
 # Where two values are quantised, which are twice as many codes to hold.
 PAIRED = Tile(64, 64, 8)
 
@@ -403,10 +394,11 @@ def tile_for(spec: Spec) -> Tile:
     """How much a program does."""
     if spec.second:
         return PAIRED
-    if not spec.sums:
-        return TILE
-    return dataclasses.replace(SUMMING, steps=MANY) if len(spec.steps) <= SHORT else SUMMING
+    matrices = sum(given.place is Place.FULL for given in spec.inputs)
+    return DENSE if spec.sums or matrices > 1 else TILE
 
+
+MOST_ROWS_OF_PROGRAMS = 65535  # that one launch may have
 
 NARROWEST = 32  # columns of a tile: below it, parts are joined before
 
@@ -450,6 +442,11 @@ def _with_parts_joined(spec: Spec, inputs: list[Tensor]) -> tuple[Spec, list[Ten
     """The same producer, of whole matrices."""
     whole = tuple(dataclasses.replace(given, parts=()) for given in spec.inputs)
     return dataclasses.replace(spec, inputs=whole), [joined(*each) for each in grouped(spec, inputs)]
+
+
+def _programs(across: int, down: int, flat: bool) -> int | tuple[int, int]:
+    """The programs of a launch, one a tile."""
+    return max(1, across * down) if flat else (max(1, across), max(1, down))
 
 
 def fused_quantize(
@@ -504,30 +501,33 @@ def _produced(
         tile = dataclasses.replace(tile, columns=common)
     x, module = inputs[0], kernels(spec)
     tiles_m, across = max(1, triton.cdiv(rows, tile.rows)), triton.cdiv(columns, tile.columns)
-    steps = tile.steps if spec.sums else 1
-    turns = triton.cdiv(tiles_m, steps)
     target, epsilon, power_2 = rule_constants(rule, dtype)
-    even = rows % (tile.rows * steps) == 0 and columns % tile.columns == 0
+    even = rows % tile.rows == 0 and columns % tile.columns == 0
     lengths = (tensors[0].shape[1] for given, tensors in grouped(spec, inputs) if given.parts)
     whole = all(length % tile.rows == 0 for length in lengths)
-    shape = {"EVEN": even, "WHOLE": whole, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    # Of a rectangle of programs each knows its tile without dividing, but it may not be deeper than that.
+    flat = tiles_m > MOST_ROWS_OF_PROGRAMS
+    shape = {"EVEN": even, "WHOLE": whole, "FLAT": flat, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    shape["num_warps"] = tile.warps
+    if tile.registers is not None:
+        shape["maxnreg"] = tile.registers
     arguments = _kernel_arguments(spec, inputs)
     flags = dict(zip(("ROWWISE", "COLUMNWISE", "ROWWISE2", "COLUMNWISE2"), itertools.chain(*layouts), strict=False))
     with on_device_of(x):
         quantized = [buffers.quantized(x, rows, columns, dtype, *wanted, n) for n, wanted in enumerate(layouts)]
         emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
-        partials = [buffers.empty(x, (turns, columns), torch.float32) for _ in spec.sums]
+        partials = [buffers.empty(x, (tiles_m, columns), torch.float32) for _ in spec.sums]
         if measure:
             amaxes = itertools.chain(*((scale, of[2]) for scale, of in zip(scales, quantized, strict=True)))
-            launch(module.measure, max(1, tiles_m * across), *arguments, *amaxes, rows, columns, **shape)
+            launch(module.measure, _programs(across, tiles_m, flat), *arguments, *amaxes, rows, columns, **shape)
         written: list[Tensor | None] = []
         for scale, (q, qt, amax, scale_inv) in zip(scales, quantized, strict=True):
             written += (scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv)
         launch(
-            module.produce, max(1, turns * across), *arguments, *emitted, *partials,
-            *written, rows, columns, padded(rows),
+            module.produce, _programs(across, tiles_m, flat), *arguments, *emitted, *partials,
+            *written, rows, columns, padded(rows) // 4,
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
-            E5M2=dtype == torch.float8_e5m2, **flags, STEPS=steps, **shape,
+            E5M2=dtype == torch.float8_e5m2, **flags, **shape,
         )  # fmt: skip
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
     return [*itertools.chain(*quantized), *emitted, *sums]

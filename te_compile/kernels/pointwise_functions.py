@@ -13,6 +13,7 @@ from te_compile.kernels.quantize import INTERPRETED
 # 1 / (1 + 2^x): what tl.exp2 and a division add to this is care for subnormal numbers, 15 instructions of it.
 LOGISTIC_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
 
+WIDENING_ASSEMBLY = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 RECIPROCAL_ASSEMBLY = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 EXP2_ASSEMBLY = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 # erfc(z) / 2 = t · e^-z² · (C0 + C1 · t + … + C7 · t⁷) with t = 1 / (1 + RATE · z) for z from 0 on, to 4.3e-7 of its
@@ -34,6 +35,16 @@ def logistic(exponent):
         return tl.inline_asm_elementwise(
             LOGISTIC_ASSEMBLY, "=&f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
+
+
+@triton.jit
+def logistic_slope(value):
+    """value · (1 - value). As value - value² it is one instruction, which rounds once: where the value nears 1, what is
+    left is right. The interpreter has none that does."""
+    if INTERPRETED:
+        return value * (1.0 - value)
+    else:
+        return tl.fma(-value, value, value)
 
 
 @triton.jit
@@ -60,8 +71,7 @@ def one_plus_tanh(x):
 @triton.jit
 def one_less_tanh_squared(x):
     """1 - tanh(x)², the derivative of tanh."""
-    half = logistic(x * -2.8853900817779268)
-    return 4.0 * half * (1.0 - half)
+    return 4.0 * logistic_slope(logistic(x * -2.8853900817779268))
 
 
 @triton.jit
@@ -112,6 +122,48 @@ def expm1(x):
 def power(x, y):
     """x to a power that is not an integer (the pass spells those out): NaN for a negative x, as in torch."""
     return tl.exp2(y * tl.log2(x))
+
+
+@triton.jit
+def is_first():
+    """Whether this is the first program of all."""
+    return (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+
+
+@triton.jit
+def corner(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Where this program's tile begins: row and column, int64. ``FLAT``: programs are numbered row by row."""
+    if FLAT:
+        program = tl.program_id(0)
+        if BACKWARDS:
+            program = tl.num_programs(0) - 1 - program
+        across = tl.cdiv(columns, COLUMNS)
+        down, right = program // across, program % across
+    else:
+        down, right = tl.program_id(1), tl.program_id(0)
+        if BACKWARDS:
+            down, right = tl.num_programs(1) - 1 - down, tl.num_programs(0) - 1 - right
+    return down.to(tl.int64) * ROWS, right.to(tl.int64) * COLUMNS
+
+
+@triton.jit
+def widened(value):
+    """bf16 in fp32. Two at a time, which saves an instruction of the four that Triton writes for them."""
+    if INTERPRETED:
+        return value.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            WIDENING_ASSEMBLY, "=r,=r,r", [value], dtype=tl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+
+
+@triton.jit
+def write(pointer, value, inside, EVEN: tl.constexpr):
+    """Store a block, with no mask where none is needed."""
+    if EVEN:
+        tl.store(pointer, value)
+    else:
+        tl.store(pointer, value, mask=inside)
 
 
 @triton.jit

@@ -64,12 +64,12 @@ E5M2_ASSEMBLY = tl.constexpr(_ASSEMBLY.format("e5m2"))
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on, with how many warps, and how many tiles one after the other where that is offered."""
+    """What one program works on, with how many warps, and the most registers of a thread if the compiler is told."""
 
     rows: int
     columns: int
     warps: int
-    steps: int = 1
+    registers: int | None = None
 
 
 # 32 elements a thread: four 16-byte loads in flight, runs of 128 bytes in q and of 64 in qᵀ. On an H200 the best of
@@ -84,6 +84,17 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 def magnitude(value):
     """The bits of \\|value\\| (fp32), as int32: they order as the numbers do, NaN above infinity."""
     return value.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
+
+
+@triton.jit
+def magnitude_of_four(first, second, third, fourth):
+    """The largest magnitude of four fp32 tiles at each place, as :func:`magnitude` has it.
+
+    By float maxima that keep NaN: they take absolute values for nothing, which integer ones do not.
+    """
+    left = tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
+    right = tl.maximum(tl.abs(third), tl.abs(fourth), propagate_nan=tl.PropagateNan.ALL)
+    return magnitude(tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -207,10 +218,7 @@ def store_words(qt, words, tile_m, tile_k, word, k, columns, padded_rows):
 @triton.jit
 def largest_of_four(first, second, third, fourth):
     """The largest magnitude in four fp32 tiles, as its bits."""
-    bits = tl.maximum(
-        tl.maximum(magnitude(first), magnitude(second)), tl.maximum(magnitude(third), magnitude(fourth))
-    )  # fmt: skip
-    return largest_of(bits)
+    return largest_of(magnitude_of_four(first, second, third, fourth))
 
 
 @triton.jit

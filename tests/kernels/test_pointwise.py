@@ -113,6 +113,16 @@ def test_measuring_finds_the_scale_that_the_reference_finds(scale: float | None,
     assert_same(pointwise.fused_quantize(*arguments, measure=True, tile=SMALL), fused_quantize_reference(*arguments))
 
 
+@pytest.mark.parametrize("measure", [True, False])
+def test_more_rows_of_tiles_than_a_rectangle_of_programs_may_have(
+    measure: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pointwise, "MOST_ROWS_OF_PROGRAMS", 2)
+    scale = None if measure else torch.tensor(3.0, device=device)
+    arguments = (inputs_of(EVERY_PLACE, 75, 41, device), scale, EVERY_PLACE, FP8[0], True, True, ScaleRule())
+    assert_same(pointwise.fused_quantize(*arguments, measure, tile=SMALL), fused_quantize_reference(*arguments))
+
+
 PAIR = Spec.parse(
     "x0: bfloat16[M, K]; x1: bfloat16[M, K]; x2: float32[K]; t0 = sigmoid(x0); t1 = mul(t0, x1); t2 = bfloat16(t1); "
     "t3 = mul(x0, x2); t4 = sub(t3, x1); t5 = bfloat16(t4); quantize t2; quantize t5"
@@ -168,10 +178,10 @@ def test_each_operation_means_in_triton_what_it_means_in_torch(operation: str, d
     numbers = [x, x.flip(0) * random.uniform(0.5, 2)]
     if operation in ("log", "log2", "log1p", "sqrt", "rsqrt", "pow"):
         numbers = [each.abs() for each in numbers]
-    if operation == "pow":  # its relative error is that of exponent · log2(base), so keep this one ordinary
-        numbers = [numbers[0].clamp(min=1e-3), numbers[1].clamp(max=4)]
     numbers[0][0], numbers[1][1] = (0.0 if operation not in ("pow",) else 1.0), numbers[0][1]
     numbers[1][0] = 1.0
+    if operation == "pow":  # its relative error is that of exponent · log2(base), so keep this one ordinary
+        numbers = [numbers[0].clamp(min=1e-3), numbers[1].clamp(max=4)]
     made = iter(numbers)
     inputs = [(next(made) if kind == NUMBER else torch.rand(32, 16) > 0.5).to(device) for kind in kinds]
     arguments = (inputs, torch.ones((), device=device), spec, FP8[0], True, False, ScaleRule())
