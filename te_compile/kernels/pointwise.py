@@ -399,6 +399,7 @@ def tile_for(spec: Spec) -> Tile:
 
 
 MOST_ROWS_OF_PROGRAMS = 65535  # that one launch may have
+MOST = 2**31 // 256  # rows or columns: offsets within a tile, in either layout, have 32 bits
 
 NARROWEST = 32  # columns of a tile: below it, parts are joined before
 
@@ -493,6 +494,8 @@ def _produced(
     tile: Tile | None,
 ) -> list[Tensor]:
     rows, columns = extent(spec, inputs)
+    if max(rows, columns) > MOST:
+        raise ValueError(f"a producer's matrix is {rows} x {columns}: each of the two may be at most {MOST}")
     tile = tile or tile_for(spec)
     common = _common_width(spec, inputs)
     if 0 < common < NARROWEST:

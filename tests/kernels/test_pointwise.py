@@ -123,6 +123,13 @@ def test_more_rows_of_tiles_than_a_rectangle_of_programs_may_have(
     assert_same(pointwise.fused_quantize(*arguments, measure, tile=SMALL), fused_quantize_reference(*arguments))
 
 
+def test_a_matrix_too_wide_for_offsets_of_32_bits_is_refused(device: str) -> None:
+    wide = torch.zeros((), dtype=torch.bfloat16, device=device).expand(1, pointwise.MOST + 1)
+    spec = Spec.parse("x0: bfloat16[M, K]; t0 = relu(x0); quantize t0")
+    with pytest.raises(ValueError, match="at most"):
+        pointwise.fused_quantize([wide], None, spec, FP8[0], True, False, ScaleRule(), measure=True)
+
+
 PAIR = Spec.parse(
     "x0: bfloat16[M, K]; x1: bfloat16[M, K]; x2: float32[K]; t0 = sigmoid(x0); t1 = mul(t0, x1); t2 = bfloat16(t1); "
     "t3 = mul(x0, x2); t4 = sub(t3, x1); t5 = bfloat16(t4); quantize t2; quantize t5"
