@@ -17,6 +17,7 @@
 
 #include "cublaslt_library.hpp"
 #include "device.hpp"
+#include "timing.hpp"
 
 namespace te_compile {
 namespace {
@@ -27,10 +28,6 @@ constexpr size_t kMostPlans = 4096;
 // Sequence lengths that never repeat must not cost a timing each: after so many lengths of one kind of product, further
 // ones take the library's first suggestion.
 constexpr int kMostTimedLengths = 64;
-// A later suggestion must beat the first by this much: below it is noise, and the first is the same in every process.
-constexpr float kWorthwhile = 0.98f;
-// One that takes so many times as long as the fastest is not timed a second time.
-constexpr float kHopeless = 1.15f;
 
 // --- what makes two calls share a plan ------------------------------------------------------------------------------
 
@@ -366,63 +363,16 @@ class Scratch {
   void* memory_ = nullptr;
 };
 
-class Event {
- public:
-  Event() { check_cuda(cudaEventCreate(&event_), "cudaEventCreate"); }
-  ~Event() { cudaEventDestroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  cudaEvent_t get() const { return event_; }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
-/// Milliseconds for one product by suggestion `which`; negative if it does not run.
-float time_suggestion(lt::Context* context, const Plan& plan, size_t which, const te_gemm& gemm, void* d,
-                      const Workspace& workspace, const Event& start, const Event& stop) {
-  constexpr int kLaunches = 3;
-  const auto stream = static_cast<cudaStream_t>(gemm.stream);
-  if (run(context, plan, which, gemm, d, workspace) != lt::kSuccess) return -1.0f;  // also warms caches up
-  check_cuda(cudaEventRecord(start.get(), stream), "cudaEventRecord");
-  for (int i = 0; i < kLaunches; ++i) {
-    if (run(context, plan, which, gemm, d, workspace) != lt::kSuccess) return -1.0f;
-  }
-  check_cuda(cudaEventRecord(stop.get(), stream), "cudaEventRecord");
-  check_cuda(cudaEventSynchronize(stop.get()), "te_cublaslt_gemm: timing algorithms");
-  float elapsed = 0.0f;
-  check_cuda(cudaEventElapsedTime(&elapsed, start.get(), stop.get()), "cudaEventElapsedTime");
-  return elapsed / kLaunches;
-}
-
 /// Choose the fastest suggestion. Where the product adds to d, or d is also what the epilogue reads, repeating it would
 /// change the answer, so the repetitions write elsewhere; without memory for that the first suggestion stands.
 bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, const Workspace& workspace) {
-  constexpr int kRounds = 2;  // interleaved, so that a clock still rising favours nobody
   const bool elsewhere = gemm.d == gemm.addend || gemm.d == gemm.aux;
   const Scratch scratch(elsewhere ? static_cast<size_t>(gemm.m * gemm.ldd * bytes_of(gemm.d_dtype)) : 0);
   if (elsewhere && scratch.get() == nullptr) return false;
   void* const d = elsewhere ? scratch.get() : gemm.d;
-  const Event start;
-  const Event stop;
-  std::vector<float> best(plan.suggestions.size(), -1.0f);
-  float fastest = -1.0f;
-  for (int round = 0; round < kRounds; ++round) {
-    for (size_t which = 0; which < plan.suggestions.size(); ++which) {
-      if (round > 0 && (best[which] < 0.0f || best[which] > kHopeless * fastest)) continue;
-      const float time = time_suggestion(context, plan, which, gemm, d, workspace, start, stop);
-      if (time < 0.0f) continue;
-      if (best[which] < 0.0f || time < best[which]) best[which] = time;
-      if (fastest < 0.0f || time < fastest) fastest = time;
-    }
-  }
-  for (size_t which = 1; which < best.size(); ++which) {
-    const float leader = best[plan.chosen];
-    if (best[which] >= 0.0f && (leader < 0.0f || best[which] < leader * (plan.chosen == 0 ? kWorthwhile : 1.0f))) {
-      plan.chosen = which;
-    }
-  }
-  cudaGetLastError();  // of suggestions that did not run
+  plan.chosen = fastest_of(plan.suggestions.size(), static_cast<cudaStream_t>(gemm.stream), [&](size_t which) {
+    return run(context, plan, which, gemm, d, workspace) == lt::kSuccess;
+  });
   return true;
 }
 

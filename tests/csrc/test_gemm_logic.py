@@ -35,10 +35,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     includes = [f"-I{path}" for path in (PRETEND, CSRC / "include", CSRC / "core", CSRC / "cuda", headers)]
     flags = ["c++", "-std=c++17", "-O1", "-Wall", "-Werror", *includes]
     library = [str(PRETEND / "cublaslt.cpp"), "-shared", "-fPIC", "-Wl,-soname,libcublasLt.so.13"]
-    sources = [
-        PRETEND / "main.cpp",
-        *(CSRC / name for name in ("core/failure.cpp", "cuda/gemm.cpp", "cuda/cublaslt_library.cpp")),
-    ]
+    ours = ("core/failure.cpp", "cuda/gemm.cpp", "cuda/timing.cpp", "cuda/cublaslt_library.cpp")
+    sources = [PRETEND / "main.cpp", *(CSRC / name for name in ours)]
     for command in (
         [*flags, *library, "-o", "libcublasLt.so.13"],
         [*flags, *map(str, sources), "-rdynamic", "-ldl", "-pthread", "-o", "driver"],
