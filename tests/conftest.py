@@ -1,5 +1,5 @@
 """What every test gets: fresh data under a seed that a failure shows, a fresh Dynamo, one thread, the backend's name,
-and no compiled graph from an earlier run.
+and no compiled graph and no timed product from an earlier run.
 
 Random data is drawn anew on each run, so that tests are about the sentence in their name and not about one lucky
 tensor. A failure prints its seed; ``TEST_SEED=<seed>`` runs it again.
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 # tests/test_cache.py turns them on for directories of its own.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+# Nor do tests fill the user's file with the shapes that they draw, or find timed what an earlier run drew.
+os.environ["TE_COMPILE_GEMM_CACHE"] = "0"
 
 import torch
 import torch._functorch.config

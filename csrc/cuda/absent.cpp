@@ -38,6 +38,8 @@ te_status te_cublaslt_check(const te_gemm*) { return not_built(); }
 
 te_status te_cublaslt_version(size_t*) { return not_built(); }
 
+te_status te_cublaslt_keep_choices(int, const char*) { return not_built(); }
+
 te_status te_cublaslt_plans(int64_t*, int64_t*) { return not_built(); }
 
 }  // extern "C"

@@ -6,6 +6,8 @@
 //
 // A plan (descriptors and algorithm) is made once for each kind of call and kept. The library's first suggestion is up
 // to 10% slower than its best for common shapes, so the suggestions are timed once, on the caller's stream and operands.
+// What is found is kept in a file, if the caller names one, and other processes take the same. Nothing runs that the
+// library did not suggest to this process: of what the file says, only what is among the suggestions counts.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -17,6 +19,7 @@
 
 #include "cublaslt_library.hpp"
 #include "device.hpp"
+#include "shared_choices.hpp"
 #include "timing.hpp"
 
 namespace te_compile {
@@ -31,12 +34,15 @@ constexpr int kMostTimedLengths = 64;
 
 // --- what makes two calls share a plan ------------------------------------------------------------------------------
 
+int candidates_of(const te_gemm& gemm) { return std::clamp(gemm.candidates, 1, kMostCandidates); }
+
 /// TMA kernels ask for 16 bytes and vectorised stores gain nothing above 256, so two classes are enough.
 int64_t alignment_class(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 256 == 0 ? 256 : 16; }
 
+/// Files hold them in this order but for the device: who changes anything here changes TE_CHOICES_FORMAT.
 enum KeyField : int {
   kDevice, kM, kN, kK, kLda, kLdb, kLdd, kLdAux, kADtype, kBDtype, kDDtype, kBiasDtype, kAuxDtype, kEpilogueKind,
-  kFast, kLdAddend, kDScale, kAmax, kAlignA, kAlignB, kAlignD, kAlignAddend, kWorkspace, kTimed, kKeyFields
+  kFast, kLdAddend, kDScale, kAmax, kAlignA, kAlignB, kAlignD, kAlignAddend, kWorkspace, kCandidates, kKeyFields
 };
 using Key = std::array<int64_t, kKeyFields>;
 
@@ -79,7 +85,7 @@ Key key_of(const te_gemm& gemm, size_t workspace_bytes) {
   key[kAlignD] = alignment_class(gemm.d);
   key[kAlignAddend] = alignment_class(gemm.addend == nullptr ? gemm.d : gemm.addend);
   key[kWorkspace] = static_cast<int64_t>(workspace_bytes);
-  key[kTimed] = gemm.candidates > 1;
+  key[kCandidates] = candidates_of(gemm);
   return key;
 }
 
@@ -276,6 +282,7 @@ struct Tables {
   std::unordered_map<Key, int, KeyHash> timed_lengths;
   std::map<int, lt::Context*> contexts;
   std::map<std::pair<int, void*>, void*> workspaces;
+  std::map<int, std::shared_ptr<SharedChoices>> choices;
 };
 
 /// Never destroyed: at exit the driver may be gone before us.
@@ -323,6 +330,50 @@ bool worth_timing(Key key) {
   for (const KeyField field : {kM, kK, kLda, kLdb, kAlignA, kAlignB, kAlignD, kAlignAddend}) key[field] = 0;
   const std::lock_guard<std::mutex> lock(tables().mutex);
   return tables().timed_lengths[key]++ < kMostTimedLengths;
+}
+
+// --- what other processes chose -------------------------------------------------------------------------------------
+
+/// Null if nobody asked to keep them.
+std::shared_ptr<SharedChoices> choices_for(const Key& key) {
+  const std::lock_guard<std::mutex> lock(tables().mutex);
+  const auto found = tables().choices.find(static_cast<int>(key[kDevice]));
+  return found == tables().choices.end() ? nullptr : found->second;
+}
+
+Question question_of(const Key& key) {
+  static_assert(kDevice == 0, "a file is for all devices of a kind");
+  return {key.begin() + 1, key.end()};
+}
+
+Answer answer_of(const lt::Algorithm& algorithm) {
+  Answer answer;
+  std::copy(std::begin(algorithm.data), std::end(algorithm.data), answer.begin());
+  return answer;
+}
+
+/// Take the first of the answers that is a suggestion, if one is.
+bool take(Plan& plan, const std::vector<Answer>& answers) {
+  for (const Answer& answer : answers) {
+    for (size_t which = 0; which < plan.suggestions.size(); ++which) {
+      if (answer_of(plan.suggestions[which].algorithm) != answer) continue;
+      plan.chosen = which;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool take_known(Plan& plan, const Key& key) {
+  const auto choices = choices_for(key);
+  return choices != nullptr && take(plan, choices->find(question_of(key)));
+}
+
+/// Make known what was chosen; another process may have been faster, and then its choice is taken.
+void agree(Plan& plan, const Key& key) {
+  const auto choices = choices_for(key);
+  if (choices == nullptr) return;
+  take(plan, choices->add(question_of(key), answer_of(plan.suggestions[plan.chosen].algorithm)));
 }
 
 // --- running and timing ---------------------------------------------------------------------------------------------
@@ -414,17 +465,18 @@ void multiply(const te_gemm& gemm) {
   if (slot->plan == nullptr) {
     auto plan = std::make_unique<Plan>(gemm);
     const RelaxedCapture relaxed;
-    plan->suggestions = ask_library(context, *plan, key, std::clamp(gemm.candidates, 1, kMostCandidates));
+    plan->suggestions = ask_library(context, *plan, key, candidates_of(gemm));
+    slot->settled = plan->suggestions.size() == 1 || take_known(*plan, key);
     slot->plan = std::move(plan);
   } else {
     slot->plan->point_at(gemm);
   }
   Plan& plan = *slot->plan;
-  if (!slot->settled && plan.suggestions.size() == 1) slot->settled = true;
   if (!slot->settled && !is_capturing(gemm.stream)) {
     const RelaxedCapture relaxed;
     slot->settled = true;
     slot->timed = worth_timing(key) && time_suggestions(context, plan, gemm, workspace);
+    if (slot->timed) agree(plan, key);
     if (gemm.amax_d != nullptr) {
       check_cuda(cudaMemsetAsync(gemm.amax_d, 0, sizeof(float), stream), "te_cublaslt_gemm: clearing amax_d");
     }
@@ -541,6 +593,14 @@ extern "C" te_status te_cublaslt_version(size_t* version) {
   return guarded([&] {
     require(version != nullptr, "te_cublaslt_version: version is null");
     *version = cublaslt().version();
+  });
+}
+
+extern "C" te_status te_cublaslt_keep_choices(int device, const char* path) {
+  return guarded([&] {
+    auto choices = path == nullptr ? nullptr : std::make_shared<SharedChoices>(path);
+    const std::lock_guard<std::mutex> lock(tables().mutex);
+    tables().choices[device] = std::move(choices);
   });
 }
 

@@ -9,7 +9,8 @@
  *   - The cast is saturate(x * scale) rounded to nearest even, and NaN where x is NaN or infinite.
  *   - amax is the largest magnitude of the input, and infinite if any element is NaN or infinite.
  *   - Device functions only enqueue work on `stream` (a cudaStream_t) of `device`; they never synchronise, except that
- *     te_cublaslt_gemm times candidate algorithms once per new shape, and never while the stream is being captured.
+ *     te_cublaslt_gemm times candidate algorithms once per new shape, and never while the stream is being captured
+ *     (te_cublaslt_keep_choices spares later processes that).
  *
  * All functions are thread-safe. Those named te_cuda_* and te_cublaslt_* return TE_NOT_BUILT in a build without CUDA.
  */
@@ -198,7 +199,18 @@ te_status te_cublaslt_check(const te_gemm* gemm);
  * already is preferred, so that a framework and we share one. */
 te_status te_cublaslt_version(size_t* version);
 
-/* How many plans are kept, and how many of them have a timed algorithm. */
+/* Keep the algorithms that are chosen for products on `device` in the file `path`, and for plans yet to be made choose
+ * those that it holds, without timing. Null, as at first: no longer.
+ *
+ * Any number of processes may use one file at a time, and come to the same choices; it should be one for each kind of
+ * device, version of cuBLASLt and TE_CHOICES_FORMAT. Where it cannot be read or written things are as without it. The
+ * folder must exist. Products with 1 candidate neither read nor write it. */
+te_status te_cublaslt_keep_choices(int device, const char* path);
+
+/* What a line of such a file means; changes with it. */
+#define TE_CHOICES_FORMAT 1
+
+/* How many plans are kept, and for how many of them this process timed algorithms. */
 te_status te_cublaslt_plans(int64_t* kept, int64_t* timed);
 
 #ifdef __cplusplus

@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "replay.hpp"
@@ -217,6 +219,10 @@ std::pair<int64_t, int64_t> cublaslt_plans() {
   return {kept, timed};
 }
 
+void cublaslt_keep_choices(int device, const std::optional<std::string>& path) {
+  check(te_cublaslt_keep_choices(device, path ? path->c_str() : nullptr));
+}
+
 }  // namespace
 
 namespace te_compile::python {
@@ -278,6 +284,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_gemm", &Product::run, unlocked, gemm_arguments);
   module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
+  module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
+  module.def("cublaslt_keep_choices", &cublaslt_keep_choices, unlocked, "(device, path or None)");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
   te_compile::python::add_replay(module);
 }

@@ -13,7 +13,7 @@ from torch import nn
 
 from te_compile.inspect.explanation import explain
 from te_compile.inspect.table import details
-from te_compile.kernels import native
+from te_compile.kernels import gemm_choices, native
 from te_compile.options import ENVIRONMENT_PREFIX
 
 PACKAGES = ("te-compile", "torch", "triton", "transformers", "accelerate", "torchao", "transformer-engine", "numpy")
@@ -49,6 +49,8 @@ def _devices() -> Iterator[str]:
 def _built() -> Iterator[str]:
     yield f"{'C++ core':<12} {native.missing() or 'built'}"
     yield f"{'CUDA core':<12} {native.missing(cuda=True) or 'built'}"
+    if torch.cuda.is_available() and not native.missing(cuda=True):
+        yield f"{'GEMM choices':<12} {gemm_choices.described()}"
 
 
 def _settings() -> Iterator[str]:

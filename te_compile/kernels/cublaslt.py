@@ -11,6 +11,8 @@ On an H200 large products run at 1230 to 1340 TFLOP/s with fast accumulation and
 ``aten._scaled_mm``, which ends in the same library, this adds the epilogues and algorithms that were timed rather than
 guessed. ``TE_COMPILE_GEMM_CANDIDATES`` says how many of the library's suggestions are timed for each new shape (8);
 with 1, or under ``torch.use_deterministic_algorithms``, its first one is taken, so that every process takes the same.
+What was timed is kept on disk (gemm_choices.py): later processes on the same kind of GPU take the same without timing,
+unless ``TE_COMPILE_GEMM_CACHE=0``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_compile.kernels import buffers, native
+from te_compile.kernels import buffers, gemm_choices, native
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.recording import STREAM
 from te_compile.ops.registry import Target, Unsupported
@@ -316,10 +318,12 @@ def _launch(
     a_scale_inv, b_scale_inv = _readable(a_scale_inv), _readable(b_scale_inv)
     d_scale = None if d_scale is None else _readable(d_scale)
     bias = None if bias is None else _readable(bias)  # one to be written is fresh memory and stays itself
-    device = a.device.index
+    device, candidates = a.device.index, _candidates()
     with on_device_of(a):
         workspace = buffers.workspace(a, WORKSPACE_BYTES)
     try:
+        if candidates > 1:
+            gemm_choices.keep(device)
         native.call(
             core.cublaslt_gemm, device,
             a, b, d, a_scale_inv, b_scale_inv, d_scale, amax, bias, aux, addend,
@@ -330,7 +334,7 @@ def _launch(
             codes[torch.bfloat16 if aux is None else aux.dtype],
             _epilogues()[epilogue],
             accumulation == "fast",
-            workspace, WORKSPACE_BYTES, _candidates(), STREAM,
+            workspace, WORKSPACE_BYTES, candidates, STREAM,
         )  # fmt: skip
     except core.Unsupported as reason:
         raise Unsupported(str(reason)) from None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -376,6 +382,27 @@ def test_deterministic_mode_takes_the_first_suggestion() -> None:
         torch.use_deterministic_algorithms(False)
     assert native.module().cublaslt_plans()[1] == timed
     assert_close(y, product(a, b))
+
+
+def in_a_process(caches: Path, **environment: str) -> dict[str, Any]:
+    """What tests/programs/products_on_gpu.py finds with these caches."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.programs.products_on_gpu"],
+        env={**os.environ, "TE_COMPILE_GEMM_CACHE": "1", "TORCHINDUCTOR_CACHE_DIR": str(caches), **environment},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_later_process_times_nothing_and_gets_the_same_bits(tmp_path: Path) -> None:
+    first, later = in_a_process(tmp_path), in_a_process(tmp_path)
+    assert first["timed"] > 0 and first["kept"] >= first["timed"]
+    assert later == {**first, "timed": 0}
+    [file] = (tmp_path / "te_compile").glob("gemm_choices_*")
+    assert len(file.read_text().splitlines()) == first["timed"]
+    assert in_a_process(tmp_path, TE_COMPILE_GEMM_CACHE="0")["timed"] == first["timed"]
 
 
 def test_a_caller_without_a_workspace_is_lent_one() -> None:

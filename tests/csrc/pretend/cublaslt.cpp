@@ -1,6 +1,6 @@
 // A pretended libcublasLt.so.13: the products, column-major as documented, in plain loops on host memory.
 //
-// It suggests four algorithms that take 10, 5, 8 and 5.01 milliseconds; the third one refuses to run.
+// It suggests four algorithms, of which the third one refuses to run.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -122,12 +122,11 @@ lt::Status cublasLtMatmulAlgoGetHeuristic(lt::Context*, lt::Product*, lt::Layout
 lt::Status cublasLtMatmul(lt::Context*, lt::Product* product, const void* alpha, const void* a, lt::Layout* la,
                           const void* b, lt::Layout* lb, const void* beta, const void* c, lt::Layout* lc, void* d,
                           lt::Layout* ld, const lt::Algorithm* algorithm, void*, size_t, CUstream_st*) {
-  constexpr double kTimes[] = {10.0, 5.0, 8.0, 5.01};
   const auto which = static_cast<int>(algorithm->data[0]);
   if (which == 2) return lt::kNotSupported;
   ++pretend.products;
   pretend.last_algorithm = which;
-  pretend.clock += kTimes[which];
+  pretend.clock += pretend.times[which];
 
   // op(A) is [m, k] with A [k, m] transposed, op(B) is B [k, n].
   if (product->get<int32_t>(lt::kTransA, -1) != lt::kOpT || product->get<int32_t>(lt::kTransB, -1) != lt::kOpN) abort();

@@ -1,12 +1,15 @@
-// Drives te_cublaslt_gemm on the pretended GPU: numbers, plans and timing. Each argument names a check.
+// Drives te_cublaslt_gemm on the pretended GPU: numbers, plans and timing. Each argument names a check; or it is the number
+// of a product's rows, and what that took is printed: the algorithm, and how many products were run to find it.
 #include <cuda_runtime_api.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -14,11 +17,13 @@
 
 #include "float8.hpp"
 #include "pretend.hpp"
+#include "shared_choices.hpp"
 #include "te_compile.h"
 
 using namespace te_compile;
 
 Pretend pretend;
+std::function<void()> while_timing = [] {};
 
 // --- the CUDA runtime -------------------------------------------------------------------------------------------------
 
@@ -63,7 +68,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   *reinterpret_cast<double*>(event) = pretend.clock;
   return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return while_timing(), cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float* elapsed, cudaEvent_t start, cudaEvent_t stop) {
   *elapsed = static_cast<float>(*reinterpret_cast<double*>(stop) - *reinterpret_cast<double*>(start));
   return cudaSuccess;
@@ -84,6 +89,21 @@ float from_bf16(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 
 
 constexpr int64_t kN = 32, kK = 48, kLda = 64, kLdb = 80, kLdd = 40;
 constexpr float kNan = __builtin_nanf("");
+
+/// Memory that is aligned as device memory is: products tell operands apart by it.
+template <typename T>
+struct Aligned {
+  using value_type = T;
+  Aligned() = default;
+  template <typename U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{256})); }
+  void deallocate(T* memory, size_t) { ::operator delete(memory, std::align_val_t{256}); }
+  friend bool operator==(Aligned, Aligned) { return true; }
+  friend bool operator!=(Aligned, Aligned) { return false; }
+};
+template <typename T>
+using Operand = std::vector<T, Aligned<T>>;
 
 /// A product of random codes whose rows lie apart, with all that an epilogue may touch.
 struct Case {
@@ -151,9 +171,9 @@ struct Case {
   }
 
   std::mt19937 random{std::random_device{}()};
-  std::vector<uint8_t> a, b;
-  std::vector<float> d;
-  std::vector<uint16_t> d16, bias, aux;
+  Operand<uint8_t> a, b;
+  Operand<float> d;
+  Operand<uint16_t> d16, bias, aux;
   alignas(16) float a_scale_inv = 0.01f;
   alignas(16) float b_scale_inv = 0.003f;
   te_gemm gemm{};
@@ -354,7 +374,7 @@ void prepared_alignment() {
   std::vector<uint8_t> elsewhere(one.a.size() + 512);
   auto start = reinterpret_cast<uintptr_t>(elsewhere.data());
   const int before = pretend.queries;
-  for (const uintptr_t offset : {0, 16, 0}) {  // of which the first or second is not as the prepared one's
+  for (const uintptr_t offset : {0, 16, 0}) {  // of which the second is not as the prepared one's
     auto* const a = reinterpret_cast<uint8_t*>((start + 255) / 256 * 256 + offset);
     std::copy(one.a.begin(), one.a.end(), a);
     one.gemm.a = a;
@@ -423,6 +443,79 @@ void prepared_threads() {
   for (auto& thread : threads) thread.join();
 }
 
+// --- choices that are kept --------------------------------------------------------------------------------------------
+
+/// The value of an environment variable, or null.
+const char* setting(const char* name) { return std::getenv(name); }
+
+/// A product of so many rows: CHOICES is the file that choices are kept in, FASTEST the suggestion that takes no time,
+/// CANDIDATES how many are wanted; CAPTURING if set pretends that, and MEANWHILE is the file of another process, whose
+/// choices come into ours during the first timing.
+void report(int64_t rows) {
+  Case one(rows);
+  one.gemm.workspace = workspace;
+  one.gemm.workspace_bytes = kWorkspaceBytes;
+  if (const char* const candidates = setting("CANDIDATES")) one.gemm.candidates = std::atoi(candidates);
+  const int before = pretend.products;
+  one.run();
+  std::printf("%d %d\n", pretend.last_algorithm, pretend.products - before);
+  one.expect_result([&](int64_t i, int64_t j) { return one.product(i, j); }, "d = a b^T");
+}
+
+void prepare_reports() {
+  if (const char* const path = setting("CHOICES")) expect(te_cublaslt_keep_choices(0, path) == TE_OK, "choices are kept");
+  if (const char* const fastest = setting("FASTEST")) pretend.times[std::atoi(fastest)] = 0.1;
+  pretend.capturing = setting("CAPTURING") != nullptr;
+  if (setting("MEANWHILE") == nullptr) return;
+  while_timing = [] {
+    std::ofstream(setting("CHOICES"), std::ios::app) << std::ifstream(setting("MEANWHILE")).rdbuf();
+    while_timing = [] {};
+  };
+}
+
+using Answers = std::vector<Answer>;
+
+void one_file() {
+  const char* const path = setting("CHOICES");
+  const Question some = {1, -2, 3}, other = {1, -2};
+  const Answer first = {1, ~0ull}, second = {2};
+  SharedChoices one(path);
+  SharedChoices two(path);
+  expect(one.find(some).empty(), "nobody knows yet");
+  expect(one.add(some, first) == Answers{first}, "what is added is known");
+  expect(two.find(some) == Answers{first} && two.find(other).empty(), "also to others");
+  expect(one.add(other, second) == Answers{second} && two.find(other) == Answers{second}, "later, too");
+  expect(two.add(some, second) == Answers({first, second}), "who came first stays first");
+  expect(two.add(some, second) == Answers({first, second}), "and nobody comes twice");
+  expect(SharedChoices(path).find(some) == Answers({first, second}), "in a file that says so");
+  std::remove(path);
+  expect(one.add({4}, second) == Answers{second} && two.find({4}) == Answers{second}, "a new file is read from its start");
+  expect(two.find(some) == Answers({first, second}), "and takes back nothing");
+}
+
+void one_file_at_once() {
+  constexpr int64_t kQuestions = 200;
+  constexpr uint64_t kProcesses = 4;
+  std::vector<std::vector<Answers>> found(kProcesses, std::vector<Answers>(kQuestions));
+  std::vector<std::thread> threads;
+  for (uint64_t process = 0; process < kProcesses; ++process) {
+    threads.emplace_back([&found, process] {
+      SharedChoices choices(setting("CHOICES"));
+      for (int64_t at = 0; at < kQuestions; ++at) {
+        found[process][at] = choices.find({at});
+        if (found[process][at].empty()) found[process][at] = choices.add({at}, {process});
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  SharedChoices later(setting("CHOICES"));
+  for (int64_t at = 0; at < kQuestions; ++at) {
+    for (const auto& process : found) {
+      expect(process[at].front() == later.find({at}).front(), "all processes make the same choice");
+    }
+  }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -431,8 +524,15 @@ int main(int count, char** arguments) {
       {"accumulation", accumulation}, {"timing", timing}, {"capture", capture}, {"lengths", lengths},
       {"refusals", refusals},         {"addend", addend}, {"prepared", prepared},
       {"prepared_alignment", prepared_alignment}, {"prepared_otherwise", prepared_otherwise},
-      {"prepared_threads", prepared_threads}};
-  for (int i = 1; i < count; ++i) checks.at(arguments[i])();
+      {"prepared_threads", prepared_threads}, {"one_file", one_file}, {"one_file_at_once", one_file_at_once}};
+  prepare_reports();
+  for (int i = 1; i < count; ++i) {
+    if (const int64_t rows = std::atoll(arguments[i])) {
+      report(rows);
+    } else {
+      checks.at(arguments[i])();
+    }
+  }
   std::puts("passed");
   return 0;
 }
