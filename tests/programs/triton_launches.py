@@ -34,7 +34,7 @@ from te_compile.kernels.pointwise import fused_quantize
 from te_compile.kernels.recording import rehearsing
 from te_compile.ops.pointwise import Spec
 from te_compile.recipe import ScaleRule
-from tests.csrc.test_gemm_logic import PRETEND
+from tests.csrc.conftest import PRETEND
 
 CAPABILITY = (9, 0)
 SPEC = "x0: bfloat16[M, K]; t0 = relu(x0); quantize t0; emit t0: bfloat16; sum t0: float32"
