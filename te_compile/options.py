@@ -16,7 +16,8 @@ option                default     meaning
 ``strict``            False       is an eligible linear that stays in high precision an error?
 ``compiler``          "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
 ``cost_model``        True        on a GPU, leave linears alone that are too small to gain
-``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same
+``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same;
+                                  else each product quantises its weight for itself, and no copy outlives it
 ``defer_logits``      True        gradients of logits that are returned beside a loss are made only for who asks
 ``mode``              None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``

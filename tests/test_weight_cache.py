@@ -466,17 +466,17 @@ def test_parts_of_parameters_are_kept_and_expressions_are_not(recipe: str, launc
             change()
         launches.since()
         assert torch.equal(fast(x), plain(x))
-        assert launches.since() == 1 + 1, "the expression in the first, and all in the second"
+        assert launches.since() == 1, "the expression"
 
 
-def test_the_option_puts_the_quantize_back_on_the_graph(launches: Launches) -> None:
+def test_without_the_option_nothing_is_quantised_for_all(launches: Launches) -> None:
     model = Chain()
     fast = compiled(model, cache_weights=False)
     with torch.no_grad(), manager.recording() as records:
         for _ in range(3):
             fast(data())
-    assert not records[0].plan.groups and len(te_nodes(records[0], "quantize_weights")) == 1
-    assert launches.since() == 3
+    assert not records[0].plan.groups and not te_nodes(records[0], "quantize_weights")
+    assert launches.since() == 0
 
 
 def test_parameters_made_in_inference_mode_are_quantised_on_each_call(launches: Launches) -> None:
@@ -586,4 +586,5 @@ def test_a_report_says_what_quantises_the_weights() -> None:
     report = explain(Chain(), data())
     assert report.implementations["te::quantize_weights"] == {"reference": 1}
     report = explain(Chain(), data(), options={"cache_weights": False})
-    assert report.implementations["te::quantize_weights"] == {"reference": 1}
+    assert "te::quantize_weights" not in report.implementations
+    assert report.implementations["te::quantize"]["reference"] >= 2 * 3 - 1, "the first dgrad is wanted by nobody"

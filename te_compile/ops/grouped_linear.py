@@ -25,7 +25,7 @@ from torch import Tensor
 
 from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.library import define_composite
-from te_compile.ops.linear import LinearConfig, weight_padding
+from te_compile.ops.linear import LinearConfig, quantized_weight, weight_padding
 from te_compile.ops.quantize import QUANTIZE
 
 
@@ -59,32 +59,40 @@ class _GroupedLinear(torch.autograd.Function):
         ends: Tensor,
         codes: Tensor | None,
         codes_transposed: Tensor | None,
-        weight_scale_inv: Tensor,
+        weight_scale_inv: Tensor | None,
         x_scale: Tensor | None,
         grad_scale: Tensor | None,
         slot: Tensor | None,
         out_dtype: torch.dtype,
         config: LinearConfig,
-    ) -> tuple[Tensor, Tensor]:
+        weight_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         stored, turned = _experts(codes, codes_transposed, weight.shape[0])
         along_k, along_n = (turned, stored) if config.transposed else (stored, turned)
+        ctx.quantizes_weight = weight_scale_inv is None
+        weight_amax = x.new_empty(0, dtype=torch.float32)
+        if weight_scale_inv is None:
+            along_k, weight_amax, weight_scale_inv = _quantized_experts(weight, weight_scale, config, forward=True)
+            along_n = weight
         q, qt, amax, scale_inv = QUANTIZE(x, x_scale, config.forward, True, True, config.rule)
         y = GROUPED_GEMM(
             q, along_k, scale_inv, weight_scale_inv, ends, out_dtype, "fast", f"{config.name} forward"
         )  # fmt: skip
-        ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale, ends)
+        ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale, ends, weight_scale)
         ctx.config, ctx.has_slot = config, slot is not None
         ctx.x_dtype, ctx.weight_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
         ctx.weight_padding = weight_padding(weight)
-        ctx.mark_non_differentiable(amax)
-        return y, amax
+        ctx.mark_non_differentiable(amax, weight_amax)
+        return y, amax, weight_amax
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        qt, scale_inv, along_n, weight_scale_inv, grad_scale, ends = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        qt, scale_inv, along_n, weight_scale_inv, grad_scale, ends, weight_scale = ctx.saved_tensors
         config = ctx.config
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = grad_amax = None
+        if needs_x and ctx.quantizes_weight:
+            along_n = _quantized_experts(along_n, weight_scale, config, forward=False)[0]
         if needs_x or needs_weight:
             grad = owned_rows(grad, ends)
             q, q_transposed, grad_amax, grad_scale_inv = QUANTIZE(
@@ -106,7 +114,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = F.pad(grad_weight, (0, -more_columns, 0, -more_rows))
         if not ctx.has_slot:
             grad_amax = None
-        return grad_x, grad_weight, None, None, None, None, None, None, grad_amax, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None, grad_amax, None, None, None
 
 
 def _experts(
@@ -118,23 +126,37 @@ def _experts(
     return stored, turned
 
 
+def _quantized_experts(
+    weight: Tensor, scale: Tensor | None, config: LinearConfig, forward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The copy that one product reads, expert by expert, made here; amax and scale_inv."""
+    codes, amax, scale_inv = quantized_weight(weight, scale, config, forward)
+    as_stored = config.transposed != forward
+    stored, turned = _experts(codes if as_stored else None, None if as_stored else codes, weight.shape[0])
+    experts = stored if stored is not None else turned
+    assert experts is not None
+    return experts, amax, scale_inv
+
+
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
     ends: Tensor,
     codes: Tensor | None,
     codes_transposed: Tensor | None,
-    weight_scale_inv: Tensor,
+    weight_scale_inv: Tensor | None,
     x_scale: Tensor | None,
     grad_scale: Tensor | None,
     slot: Tensor | None,
     out_dtype: torch.dtype,
     config: str,
-) -> tuple[Tensor, Tensor]:
+    weight_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """x: [T, K], zero in rows of no expert; weight: [E, N, K] or [E, K, N], as the user stores it, for its gradient
     alone; ends: [E]; codes: the weight's FP8 copy as one matrix, each expert padded to multiples of 16, and
     codes_transposed its transpose, the one that no product reads may be absent; scales: [] fp32 (None: current).
-    Returns y [T, N], amax of x []."""
+    Without weight_scale_inv there are no copies, as in te::linear.
+    Returns y [T, N], amax of x [], amax of the weight if it was quantised here, [], else [0]."""
     # As in te::linear: a slot must not make a frozen layer's result require a gradient.
     if slot is not None and not (x.requires_grad or weight.requires_grad):
         slot = slot.detach()
@@ -143,17 +165,16 @@ def grouped_linear(
     more_in, more_out = (more_rows, more_columns) if constants.transposed else (more_columns, more_rows)
     if more_in:
         x = F.pad(x, (0, more_in))
-    y, amax = _GroupedLinear.apply(
-        x, weight, ends, codes, codes_transposed, weight_scale_inv, x_scale, grad_scale, slot, out_dtype, constants
-    )
+    operands = x, weight, ends, codes, codes_transposed, weight_scale_inv, x_scale, grad_scale, slot
+    y, amax, weight_amax = _GroupedLinear.apply(*operands, out_dtype, constants, weight_scale)
     if more_out:
         y = F.pad(y, (0, -more_out))
-    return y, amax
+    return y, amax, weight_amax
 
 
 GROUPED_LINEAR = define_composite(
     "grouped_linear(Tensor x, Tensor weight, Tensor ends, Tensor? codes, Tensor? codes_transposed, "
-    "Tensor weight_scale_inv, Tensor? x_scale, Tensor? grad_scale, Tensor? slot, ScalarType out_dtype, str config) "
-    "-> (Tensor y, Tensor amax)",
+    "Tensor? weight_scale_inv, Tensor? x_scale, Tensor? grad_scale, Tensor? slot, ScalarType out_dtype, str config, "
+    "Tensor? weight_scale=None) -> (Tensor y, Tensor amax, Tensor weight_amax)",
     grouped_linear,
 )

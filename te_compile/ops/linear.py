@@ -4,7 +4,9 @@
 
 It is a composite: the graph that Dynamo hands over holds one node per linear, and tracing it for autograd leaves the
 small operators ``te::quantize`` and ``te::gemm`` in the joint graph, where passes fuse what stands around them. The
-quantised weight comes in from outside, because all weights of a graph are quantised together.
+quantised weight comes in from outside, because all weights of a graph are quantised together. Where it does not, each
+product quantises the weight for itself, in the layout that it reads: forward once, and dgrad once more from the weight
+in high precision and by the same scale. Then no FP8 copy outlives its product.
 
 Features that are no multiples of 16 are padded with zeros: x and b out here, where autograd cuts their gradients back
 by itself, and the weight where it is quantised. Zeros add nothing to a sum or an amax, and what they lead to is cut
@@ -70,31 +72,39 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         codes: Tensor | None,
         codes_transposed: Tensor | None,
-        weight_scale_inv: Tensor,
+        weight_scale_inv: Tensor | None,
         x_scale: Tensor | None,
         grad_scale: Tensor | None,
         slot: Tensor | None,
         out_dtype: torch.dtype,
         config: LinearConfig,
-    ) -> tuple[Tensor, Tensor]:
+        weight_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Codes are named as stored. The forward product wants the copy whose rows run along K, dgrad the other one.
         along_k, along_n = (codes_transposed, codes) if config.transposed else (codes, codes_transposed)
+        ctx.quantizes_weight = weight_scale_inv is None
+        weight_amax = x.new_empty(0, dtype=torch.float32)
+        if weight_scale_inv is None:
+            along_k, weight_amax, weight_scale_inv = quantized_weight(weight, weight_scale, config, forward=True)
+            along_n = weight
         q, qt, amax, scale_inv = QUANTIZE(x, x_scale, config.forward, True, True, config.rule)
         y = GEMM(q, along_k, scale_inv, weight_scale_inv, bias, out_dtype, "fast", f"{config.name} forward")
-        ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale)
+        ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale, weight_scale)
         ctx.config, ctx.has_slot = config, slot is not None
         ctx.x_dtype, ctx.weight_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
         ctx.weight_padding = weight_padding(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(amax)
-        return y, amax
+        ctx.mark_non_differentiable(amax, weight_amax)
+        return y, amax, weight_amax
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        qt, scale_inv, along_n, weight_scale_inv, grad_scale = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        qt, scale_inv, along_n, weight_scale_inv, grad_scale, weight_scale = ctx.saved_tensors
         config = ctx.config
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = grad_amax = None
+        if needs_x and ctx.quantizes_weight:
+            along_n = quantized_weight(along_n, weight_scale, config, forward=False)[0]
         if needs_x or needs_weight:
             q, q_transposed, grad_amax, grad_scale_inv = QUANTIZE(
                 grad, grad_scale, config.backward, True, True, config.rule
@@ -118,7 +128,24 @@ class _Linear(torch.autograd.Function):
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if not ctx.has_slot:
             grad_amax = None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, grad_amax, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, grad_amax, None, None, None
+
+
+def quantized_weight(
+    weight: Tensor, scale: Tensor | None, config: LinearConfig, forward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The copy of ``weight`` [R, C], or of a batch of experts [E, R, C] on top of each other, that one product reads.
+
+    scale: [] fp32, None for the weight's own. The forward product reads the copy whose rows run along K, dgrad the one
+    whose rows run along N; both calls give the same codes. Returns them, padded to multiples of 16, amax and scale_inv.
+    """
+    more_rows, more_columns = weight_padding(weight)
+    if more_rows or more_columns:
+        weight = F.pad(weight, (0, more_columns, 0, more_rows))
+    matrix = weight if weight.dim() == 2 else weight.reshape(-1, weight.shape[-1])
+    as_stored = config.transposed != forward
+    q, qt, amax, scale_inv = QUANTIZE(matrix, scale, config.forward, as_stored, not as_stored, config.rule)
+    return (q if as_stored else qt), amax, scale_inv
 
 
 def weight_padding(weight: Tensor) -> tuple[int, int]:
@@ -133,17 +160,18 @@ def linear(
     bias: Tensor | None,
     codes: Tensor | None,
     codes_transposed: Tensor | None,
-    weight_scale_inv: Tensor,
+    weight_scale_inv: Tensor | None,
     x_scale: Tensor | None,
     grad_scale: Tensor | None,
     slot: Tensor | None,
     out_dtype: torch.dtype,
     config: str,
-) -> tuple[Tensor, Tensor]:
+    weight_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """x: [..., K]; weight as the user stores it, for its gradient alone; codes: the weight's FP8 copy as stored, padded
     to multiples of 16, and codes_transposed its transpose, the one that no product reads may be absent; scales: [] fp32
-    (None: current).
-    Returns y [..., N], amax of x []."""
+    (None: current). Without weight_scale_inv there are no copies: they are made of the weight, by weight_scale.
+    Returns y [..., N], amax of x [], amax of the weight if it was quantised here, [], else [0]."""
     # A slot that requires a gradient would make a frozen layer's result require one, and backward work with it.
     if slot is not None and not (x.requires_grad or weight.requires_grad):
         slot = slot.detach()
@@ -156,7 +184,7 @@ def linear(
         matrix = F.pad(matrix, (0, more_in))
     if more_out and bias is not None:
         bias = F.pad(bias, (0, more_out))
-    y, amax = _Linear.apply(
+    y, amax, weight_amax = _Linear.apply(
         matrix,
         weight,
         bias,
@@ -168,15 +196,17 @@ def linear(
         slot,
         out_dtype,
         constants,
+        weight_scale,
     )
     if more_out:
         # A copy and no slice: models take views of a linear's result that only a contiguous one has.
         y = F.pad(y, (0, -more_out))
-    return y.view(*x.shape[:-1], y.shape[-1]), amax
+    return y.view(*x.shape[:-1], y.shape[-1]), amax, weight_amax
 
 
 LINEAR = define_composite(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? codes, Tensor? codes_transposed, Tensor weight_scale_inv, "
-    "Tensor? x_scale, Tensor? grad_scale, Tensor? slot, ScalarType out_dtype, str config) -> (Tensor y, Tensor amax)",
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? codes, Tensor? codes_transposed, Tensor? weight_scale_inv, "
+    "Tensor? x_scale, Tensor? grad_scale, Tensor? slot, ScalarType out_dtype, str config, Tensor? weight_scale=None) "
+    "-> (Tensor y, Tensor amax, Tensor weight_amax)",
     linear,
 )

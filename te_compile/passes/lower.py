@@ -2,9 +2,10 @@
 
 The root graph gains, in front: the states and the FP8 copies of weights as placeholders, one snapshot of all scales,
 one quantize of the weights whose copies cannot come from outside (cached_weights.py), and the slots through which
-gradient amaxes return. Each linear becomes one ``te::linear``, and each product of grouped experts one
-``te::grouped_linear``. At the end stands the one update of all forward states; the backward states' update comes with
-the slots' gradient. Scales are read from the snapshot, an opaque operator's fresh output: reading the state itself
+gradient amaxes return. Where no copies are kept (``cache_weights=False``) neither is there: each linear quantises its
+weight itself, and hands out that amax too. Each linear becomes one ``te::linear``, and each product of grouped experts
+one ``te::grouped_linear``. At the end stands the one update of all forward states; the backward states' update comes
+with the slots' gradient. Scales are read from the snapshot, an opaque operator's fresh output: reading the state itself
 would let the compiler save a view of what the update then overwrites, and the backward pass would use the wrong scale
 without a word.
 """
@@ -71,12 +72,13 @@ class Signature:
 
 @dataclass
 class _Weight:
-    """A quantised matrix on the root graph."""
+    """A quantised matrix on the root graph; all None but ``scale``, if there is one, where linears quantise it."""
 
-    codes: Node | None
-    codes_transposed: Node | None
-    scale_inv: Node
-    amax: Node | None
+    codes: Node | None = None
+    codes_transposed: Node | None = None
+    scale_inv: Node | None = None
+    amax: Node | None = None
+    scale: Node | None = None
 
 
 def _new_placeholder(graph: Graph, name: str) -> Node:
@@ -140,7 +142,11 @@ class _Lowering:
         """One quantize for all matrices of one dtype and device, and each one's slices of what it gives.
 
         Where copies can be kept from call to call, they are slices of inputs, and the quantize is not on the graph.
+        Where none are wanted, there is neither.
         """
+        if not self.cache_weights:
+            scales = {matrix.owner: self.scale(2 * self.rows[matrix.owner] + 1) for matrix in self.matrices}
+            return {matrix.value: _Weight(scale=scales[matrix.owner]) for matrix in self.matrices}
         kept: dict[object, list[tuple[Matrix, int]]] = {}
         groups: dict[object, list[Matrix]] = {}
         for matrix in self.matrices:
@@ -163,7 +169,7 @@ class _Lowering:
         *experts, rows, columns = value_of(matrix.value).shape
         # A padded batch of experts is no padded matrix.
         is_padded_batch = bool(experts) and (rows, columns) != (padded(rows), padded(columns))
-        if not self.cache_weights or is_padded_batch or implementations_for([matrix], self.format.forward) is None:
+        if is_padded_batch or implementations_for([matrix], self.format.forward) is None:
             return None
         return offset_in_parameter(matrix, self.parameters.get(matrix.owner))
 
@@ -281,8 +287,8 @@ class _Lowering:
         of_matrices: dict[Node, list[Node]] = {}
         for matrix in self.matrices:
             amax = quantized[matrix.value].amax
-            if amax is not None:
-                of_matrices.setdefault(matrix.owner, []).append(amax)
+            assert amax is not None, "training asks for the amaxes of weights"
+            of_matrices.setdefault(matrix.owner, []).append(amax)
         values = []
         for weight in self.weights:
             values += [self._largest(amaxes[weight]), self._largest(of_matrices[weight])]
@@ -310,7 +316,8 @@ def _lower_site(
 ) -> Node:
     """Replace the site's node by its ``te::`` operator in its own region; returns the root's node of the amax of x.
 
-    ``became`` maps linears lowered before to their results: one linear may read another's.
+    ``became`` maps linears lowered before to their results: one linear may read another's. A weight that is quantised
+    there gets its amax from the first linear that reads it.
     """
     region, node = site.region, site.node
     x, bias = (became.get(operand, operand) if operand is not None else None for operand in (site.x, site.bias))
@@ -320,18 +327,21 @@ def _lower_site(
     operands = [weight.codes, weight.codes_transposed, weight.scale_inv, *scales]
     brought = [None if operand is None else region.bring_in(operand) for operand in operands]
     target, beside = (LINEAR, bias) if site.ends is None else (GROUPED_LINEAR, site.ends)
+    last = () if weight.scale is None else (region.bring_in(weight.scale),)
     with region.graph.inserting_before(node):
         if site.ends is not None and x is not None:
             x = _owned_rows(x, site.ends, node)
-        out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config))
-        y = region.graph.call_function(operator.getitem, (out, 0))
-        amax = region.graph.call_function(operator.getitem, (out, 1))
+        out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config, *last))
+        y, amax = (region.graph.call_function(operator.getitem, (out, i)) for i in range(2))
+        weight_amax = region.graph.call_function(operator.getitem, (out, 2)) if weight.amax is None else None
     for new in (out, y):
         new.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
     y.meta["example_value"] = node.meta["example_value"]
     node.replace_all_uses_with(y)
     region.graph.erase_node(node)
     became[node], site.node = y, out
+    if weight_amax is not None and weight.scale_inv is None:
+        weight.amax = region.send_out(weight_amax)
     return region.send_out(amax)
 
 

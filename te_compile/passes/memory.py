@@ -4,20 +4,38 @@ Facts that it cannot know. A recomputed scale would be the *updated* one: with a
 would be wrong by several per cent, silently. And a backward state is meant to change between two backward passes that
 share it (two forwards, then two backwards), which autograd's version check would refuse. And a ticket for a gradient
 made anew would have another number.
+
+What the backward pass quantises anew, of a weight say, needs no gradient for it, and so could be made in the forward
+pass, and saved. It is made anew in order not to be: it must stay in the backward pass.
 """
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_compile.passes.arguments import is_te
+from te_compile.passes.prune_outputs import PRODUCERS
+
+
+def _is_tangent(node: Node) -> bool:
+    """Is ``node`` a gradient that the backward pass is given?"""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def tag_memory(graph: Graph) -> int:
-    """Mark snapshots and tickets as saved and updated states as free to change; returns the number of nodes marked."""
+    """Mark snapshots and tickets as saved, updated states as free to change, and what backward makes anew as its own.
+
+    Returns the number of nodes marked.
+    """
     marked = 0
+    of_gradients: set[Node] = set()
     for node in graph.nodes:
+        if _is_tangent(node) or not of_gradients.isdisjoint(node.all_input_nodes):
+            of_gradients.add(node)
+        elif node.meta.get("partitioner_tag") == "is_backward" and any(is_te(node, name) for name in PRODUCERS):
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+            marked += 1
         if is_te(node, "snapshot") or is_te(node, "gradient_ticket"):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             marked += 1

@@ -11,7 +11,8 @@ from torch.fx import Graph
 from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.passes.arguments import arguments_of, is_te, operator_of, refresh_value, result, set_arguments
 
-_PRODUCERS = ("quantize", "fused_quantize", "fused_quantize_pair", "norm_quantize")
+PRODUCERS = ("quantize", "fused_quantize", "fused_quantize_pair", "norm_quantize")
+"""The operators that write q and qt."""
 _FLAT = {"rowwise": 0, "columnwise": 1}
 """An operator that returns one list puts q and qt first,"""
 _OF_SECOND = {"second_rowwise": RESULTS_OF_ONE, "second_columnwise": RESULTS_OF_ONE + 1}
@@ -23,7 +24,7 @@ def prune_outputs(graph: Graph) -> int:
     graph.eliminate_dead_code()
     dropped = 0
     for node in graph.nodes:
-        if not any(is_te(node, name) for name in _PRODUCERS):
+        if not any(is_te(node, name) for name in PRODUCERS):
             continue
         op, arguments = operator_of(node), arguments_of(node)
         assert op is not None

@@ -67,11 +67,10 @@ def test_a_linear_that_took_part_in_no_loss_learns_no_gradient_scale() -> None:
 
 
 def test_forward_and_backward_states_are_updated_once_each_for_all_linears() -> None:
-    record = record_of_one_step(Chain(), torch.randn(any_length(), 32), cache_weights=False)
+    record = record_of_one_step(Chain(), torch.randn(any_length(), 32))
     updates = [arguments_of(node)["direction"] for node in te_nodes(record, "update_scales_")]
     assert sorted(updates) == ["backward", "forward"]
     assert len(te_nodes(record, "snapshot")) == 1
-    assert len(te_nodes(record, "quantize_weights")) == 1
 
 
 def test_current_scaling_keeps_no_state() -> None:

@@ -26,7 +26,27 @@ def run(
     """te::grouped_linear with current scaling; the weight quantised as the graph does."""
     config = LinearConfig("experts", E4M3, E5M2, RULE.text(), transposed)
     codes, turned, _, scale_inv = quantize_reference(weight.detach().flatten(0, 1), None, E4M3, True, True, RULE)
-    return GROUPED_LINEAR(x, weight, ends, codes, turned, scale_inv, None, None, slot, x.dtype, config.text())
+    operands = x, weight, ends, codes, turned, scale_inv, None, None, slot
+    y, amax, weight_amax = GROUPED_LINEAR(*operands, x.dtype, config.text())
+    assert weight_amax.shape == (0,), "nothing was quantised"
+    return y, amax
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_quantise_their_weight_give_the_same_bits(scale: float | None, transposed: bool) -> None:
+    x, weight, ends = drawn()
+    stored = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
+    given = None if scale is None else torch.tensor(scale)
+    matrix = stored.detach().flatten(0, 1)
+    codes, turned, amax, scale_inv = quantize_reference(matrix, given, E4M3, True, True, RULE)
+    rest = None, None, None, x.dtype, LinearConfig("experts", E4M3, E5M2, RULE.text(), transposed).text()
+    expected, *_ = GROUPED_LINEAR(x, stored, ends, codes, turned, scale_inv, *rest)
+    y, _, weight_amax = GROUPED_LINEAR(x, stored, ends, None, None, None, *rest, given)
+    assert torch.equal(y, expected) and torch.equal(weight_amax, amax)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, (x, stored), dy)
+    assert all(map(torch.equal, torch.autograd.grad(y, (x, stored), dy), wanted))
 
 
 def drawn(rest: int = 0) -> tuple[Tensor, Tensor, Tensor]:

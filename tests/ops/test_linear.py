@@ -27,7 +27,10 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """te::linear with current scaling; the weight quantised as the graph does."""
     codes, transposed, _, scale_inv = quantize_reference(weight.detach(), None, E4M3, True, True, RULE)
-    return LINEAR(x, weight, bias, codes, transposed, scale_inv, None, None, slot, x.dtype, config(**changed).text())
+    operands = x, weight, bias, codes, transposed, scale_inv, None, None, slot
+    y, amax, weight_amax = LINEAR(*operands, x.dtype, config(**changed).text())
+    assert weight_amax.shape == (0,), "nothing was quantised"
+    return y, amax
 
 
 def leaves(k: int = 32, n: int = 48) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,6 +57,25 @@ def test_values_and_gradients_are_the_textbooks(transposed: bool) -> None:
     assert relative_error(dx, expected_dx) < 1e-5
     assert relative_error(dw.t() if transposed else dw, expected_dw) < 1e-5
     assert relative_error(db, expected_db) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 3.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_linear_that_quantises_its_weight_gives_the_same_bits(scale: float | None, transposed: bool) -> None:
+    """By the weight's own scale, by that of a state that has seen nothing yet, and by a state's."""
+    x, weight, bias = leaves(k=random.choice([32, 37]), n=random.choice([48, 43]))
+    stored = weight.detach().t().contiguous().requires_grad_() if transposed else weight
+    given = None if scale is None else torch.tensor(scale)
+    rows, columns = stored.shape
+    aligned = torch.nn.functional.pad(stored.detach(), (0, -columns % 16, 0, -rows % 16))
+    codes, turned, amax, scale_inv = quantize_reference(aligned, given, E4M3, True, True, RULE)
+    rest = None, None, None, x.dtype, config(transposed=transposed).text()
+    expected, *_ = LINEAR(x, stored, bias, codes, turned, scale_inv, *rest)
+    y, _, weight_amax = LINEAR(x, stored, bias, None, None, None, *rest, given)
+    assert torch.equal(y, expected) and torch.equal(weight_amax, amax)
+    dy = torch.randn_like(y)
+    wanted = gradients_of(expected, dy, x, stored, bias)
+    assert all(map(torch.equal, gradients_of(y, dy, x, stored, bias), wanted))
 
 
 def test_the_amax_of_the_gradient_returns_as_the_gradient_of_the_slot() -> None:

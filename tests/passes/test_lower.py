@@ -63,7 +63,8 @@ def test_training_adds_a_state_each_way_a_token_and_one_of_each_operator() -> No
     assert (len(signature.weights), signature.training, signature.slots, signature.stateful) == (2, True, 2, True)
     counts = Counter(node.target for node in graph.nodes if node.op == "call_function")
     assert counts[LINEAR] == 2
-    assert counts[SNAPSHOT] == counts[QUANTIZE_WEIGHTS] == counts[UPDATE_SCALES] == counts[GRADIENT_SLOTS] == 1
+    assert counts[SNAPSHOT] == counts[UPDATE_SCALES] == counts[GRADIENT_SLOTS] == 1
+    assert counts[QUANTIZE_WEIGHTS] == 0
     assert counts[torch._C._nn.linear] == 0
     assert [site.node.target for site in plan.sites] == [LINEAR, LINEAR]
 
@@ -71,7 +72,7 @@ def test_training_adds_a_state_each_way_a_token_and_one_of_each_operator() -> No
 def test_the_update_stands_last_so_that_every_scale_is_read_before() -> None:
     graph, *_ = lowered(mlp(), torch.randn(5, 32))
     order = [node.target for node in graph.nodes]
-    assert order.index(SNAPSHOT) < order.index(QUANTIZE_WEIGHTS) < order.index(LINEAR) < order.index(UPDATE_SCALES)
+    assert order.index(SNAPSHOT) < order.index(LINEAR) < order.index(UPDATE_SCALES)
     assert order[-2] is UPDATE_SCALES
 
 
@@ -98,7 +99,7 @@ def test_a_graph_with_nothing_selected_is_left_as_it_is() -> None:
 
 def test_each_linear_carries_its_name_its_formats_and_its_layout() -> None:
     graph, *_ = lowered(mlp(), torch.randn(5, 32))
-    configs = [LinearConfig.parse(node.args[-1]) for node in calls(graph, LINEAR)]
+    configs = [LinearConfig.parse(node.args[10]) for node in calls(graph, LINEAR)]
     assert [config.name for config in configs] == ["0", "2"]
     assert {(config.forward, config.backward) for config in configs} == {(torch.float8_e4m3fn, torch.float8_e5m2)}
     assert not any(config.transposed for config in configs)
@@ -111,12 +112,16 @@ def test_linears_of_one_input_share_its_scale_and_others_do_not() -> None:
     assert rows[0] == rows[1] != rows[2]
 
 
-def test_a_weight_used_twice_is_quantised_once_and_updated_with_the_larger_amax() -> None:
+@pytest.mark.parametrize("cache_weights", [True, False])
+def test_a_weight_used_twice_has_one_amax_and_its_inputs_the_larger_one(cache_weights: bool) -> None:
     weight = nn.Parameter(torch.randn(32, 32))
-    graph, signature, *_ = lowered(lambda x: F.linear(F.linear(x, weight).tanh(), weight), torch.randn(5, 32))
+
+    def run(x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, weight).tanh(), weight)
+
+    graph, signature, *_ = lowered(run, torch.randn(5, 32), cache_weights=cache_weights)
     assert len(signature.weights) == 1 and signature.slots == 2
-    (quantize,) = calls(graph, QUANTIZE_WEIGHTS)
-    assert len(quantize.args[0]) == 1
+    assert len(signature.groups) == cache_weights and not calls(graph, QUANTIZE_WEIGHTS)
     (largest,) = calls(graph, torch.maximum)
     (update,) = calls(graph, UPDATE_SCALES)
     assert largest in update.args[1]
@@ -135,8 +140,8 @@ def test_weights_of_several_dtypes_are_quantised_in_groups_and_each_gets_its_own
             return self.c(self.b(self.a(x).bfloat16()).float())
 
     model, x = Mixed(), torch.randn(random.randrange(3, 20), 32)
-    graph, *_ = lowered(model, x)
-    assert [len(node.args[0]) for node in calls(graph, QUANTIZE_WEIGHTS)] == [2, 1]
+    _, signature, *_ = lowered(model, x, cache_weights=True)
+    assert [len(group.weights) for group in signature.groups] == [2, 1]
     reference = emulated(model, lambda name, module: True)
     y, got = train_step(model, compiled(model), x)
     expected_y, expected = train_step(reference, reference, x)
@@ -148,10 +153,20 @@ def test_a_body_gets_its_operands_from_the_root_and_gives_its_amax_back() -> Non
     model = mlp()
     graph, _, _, (_, body) = lowered(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(5, 32))
     assert not calls(graph, LINEAR) and len(calls(body.graph, LINEAR)) == 2
-    assert all(len(calls(graph, target)) == 1 for target in (SNAPSHOT, QUANTIZE_WEIGHTS, UPDATE_SCALES))
+    assert all(len(calls(graph, target)) == 1 for target in (SNAPSHOT, UPDATE_SCALES))
     (update,) = calls(graph, UPDATE_SCALES)
     from_body = [node for node in update.args[1] if node.target is operator.getitem and node.args[0] is body.call]
-    assert len(from_body) == 2
+    assert len(from_body) == 4, "of two inputs and two weights"
+
+
+def test_a_linear_without_copies_gets_the_scale_of_its_weight_and_gives_its_amax_back() -> None:
+    graph, signature, plan, _ = lowered(mlp(), torch.randn(5, 32))
+    assert not signature.groups and not plan.groups
+    linears = calls(graph, LINEAR)
+    assert all(linear.args[3:6] == (None, None, None) for linear in linears)
+    assert [linear.args[11].args[2] for linear in linears] == [1, 3], "their rows of the snapshot"
+    (update,) = calls(graph, UPDATE_SCALES)
+    assert [amax.args for amax in update.args[1]] == [(linear, i) for linear in linears for i in (1, 2)]
 
 
 def test_copies_of_weights_are_inputs_behind_the_states_and_are_sliced_like_a_quantizes_result() -> None:

@@ -50,6 +50,18 @@ def test_in_a_real_joint_graph_both_states_of_every_weight_are_tagged() -> None:
     assert sorted(tuple(node.meta["val"].shape) for node in tagged) == [(1, 1026)] * 2 + [(2, 1026)] * 2
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("cache_weights", [True, False])
+def test_what_backward_quantises_of_no_gradient_stays_there(cache_weights: bool) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    with manager.recording() as records:
+        train_step(model, compiled(model, cache_weights=cache_weights), torch.randn(5, 32))
+    nodes = joint_of(records[0]).nodes
+    kept = [node for node in nodes if node.meta.get("partitioner_tag") == "must_be_in_backward"]
+    quantized = [node for node in kept if node.target is QUANTIZE]
+    assert [node.args[0].op for node in quantized] == ["placeholder"] * (not cache_weights)
+
+
 def test_a_graph_without_state_is_left_alone() -> None:
     gm = traced(lambda x: x.sin(), torch.randn(3))
     assert tag_memory(gm.graph) == 0
