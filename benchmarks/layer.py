@@ -38,6 +38,7 @@ class Work:
     attn: str = "sdpa"
     dtype: str = "bf16"
     dropout: float = 0.0
+    micro_batches: int = 1
 
 
 class Attention(nn.Module):
@@ -136,13 +137,14 @@ def data(work: Work) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), dy
 
 
-def train_step(runnable: Runnable, x: Tensor, dy: Tensor) -> Tensor:
-    """Forward and backward, with the gradients of the step before dropped."""
+def train_step(runnable: Runnable, x: Tensor, dy: Tensor, micro_batches: int = 1) -> Tensor:
+    """Forward and backward, with the gradients of the step before dropped; those of further micro-batches are added."""
     runnable.model.zero_grad(set_to_none=True)
-    x.grad = None
-    with runnable.context():
-        y = runnable.call(x)
-    y.backward(dy)
+    for _ in range(micro_batches):
+        x.grad = None
+        with runnable.context():
+            y = runnable.call(x)
+        y.backward(dy)
     return y.detach()
 
 
@@ -187,12 +189,15 @@ def measure_variant(variant: Variant, work: Work, arguments: argparse.Namespace)
         with torch.no_grad(), runnable.context():
             return runnable.call(x)
 
+    def step() -> Any:
+        return train_step(runnable, x, dy, work.micro_batches)
+
     for _ in range(3):  # compiles, and lets caches and scales settle before memory is counted
-        train_step(runnable, x, dy)
+        step()
     with measure.Memory() as memory:
-        step_ms = measure.median_ms(lambda: train_step(runnable, x, dy), arguments.iters, warmup=6)
+        step_ms = measure.median_ms(step, arguments.iters, warmup=6)
     if arguments.profile:
-        measure.print_kernels(lambda: train_step(runnable, x, dy))
+        measure.print_kernels(step)
     forward_ms = measure.median_ms(forward, arguments.iters, warmup=6)
     return {"step_ms": step_ms, "fwd_nograd_ms": forward_ms, **memory.row(), **quality}
 
@@ -202,9 +207,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     measure.add_arguments(parser, iterations=30)
     parser.add_argument("--dropout", type=float, help="0.1 with --attn eager, as in the quickstart, else 0")
+    parser.add_argument("--micro-batches", type=int, default=1, help="whose gradients a step adds up (%(default)s)")
     arguments = parser.parse_args()
+    if arguments.micro_batches < 1:
+        parser.error(f"--micro-batches {arguments.micro_batches}: at least 1")
     dropout = arguments.dropout if arguments.dropout is not None else (0.1 if arguments.attn == "eager" else 0.0)
-    work = Work(attn=arguments.attn, dtype=arguments.dtype, dropout=dropout)
+    work = Work(attn=arguments.attn, dtype=arguments.dtype, dropout=dropout, micro_batches=arguments.micro_batches)
     if DEVICE.type == "cpu":
         work = replace(work, hidden=256, intermediate=1024, heads=4, sequence=64, batch=2)
         arguments.iters = min(arguments.iters, 3)

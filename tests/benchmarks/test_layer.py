@@ -1,0 +1,24 @@
+"""The benchmark of one layer: what a step is."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import layer
+from benchmarks.measure import Runnable
+
+SMALL = layer.Work(hidden=64, intermediate=128, heads=2, sequence=16, batch=2)
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    model = layer.plain(SMALL)
+    runnable, (x, dy) = Runnable(model, model), layer.data(SMALL)
+    layer.train_step(runnable, x, dy)
+    of_one = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    assert x.grad is not None
+    of_input = x.grad.clone()
+    for micro_batches in (1, 2):
+        layer.train_step(runnable, x, dy, micro_batches)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, micro_batches * of_one[name])
+        torch.testing.assert_close(x.grad, of_input)
