@@ -120,7 +120,8 @@ def test_a_cast_is_looked_through_and_the_numbers_are_those_of_float32() -> None
         loss.backward()
         results.append((loss, leaf.grad))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=2**-8, atol=1e-8)
+    # Sums in fp32 in another order may round to the neighbour in bf16, at most 2**-7 away.
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=2**-7, atol=1e-8)
 
 
 @pytest.mark.usefixtures("loss_kernels")
