@@ -28,7 +28,7 @@ from te_compile.fallbacks import short_texts, tell_inductor
 from te_compile.kernels import ahead, buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
-from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, GraphPass
+from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, TO_SAVE_MEMORY, GraphPass
 from te_compile.passes.manager import Compilation
 from te_compile.passes.rehearse import rehearse, rehearse_copies
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
@@ -83,9 +83,14 @@ class JointPasses(Passes):
     """Those for the graph of forward and backward, which reports are about. ``then`` gets the graph after them."""
 
     def __init__(
-        self, compilation: Compilation, users: Sequence[Any] = (), then: Callable[[Graph], None] | None = None
+        self,
+        compilation: Compilation,
+        options: Options,
+        users: Sequence[Any] = (),
+        then: Callable[[Graph], None] | None = None,
     ) -> None:
-        super().__init__(JOINT_PASSES, compilation, users)
+        passes = [each for each in JOINT_PASSES if options.save_memory or each not in TO_SAVE_MEMORY]
+        super().__init__(passes, compilation, users)
         self.then = then
 
     def __call__(self, graph: Graph) -> None:
@@ -146,7 +151,7 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
     """Compile with Inductor, under the user's mode and Inductor options."""
     patches = asked_of_inductor(options)
     kernels = KernelsAhead(compilation, options)
-    patches[_JOINT] = JointPasses(compilation, _taken(patches, _JOINT), kernels.order)
+    patches[_JOINT] = JointPasses(compilation, options, _taken(patches, _JOINT), kernels.order)
     if captures_cuda_graphs(options):
         buffers.stop_lending()
     else:  # a replayed graph launches the copy of all scales with the rest, and nobody waits for the host
@@ -160,7 +165,7 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
 
 def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Trace with AOTAutograd and run the passes, then execute the graphs as they are."""
-    passes = JointPasses(compilation)
+    passes = JointPasses(compilation, options)
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         passes(joint.graph)

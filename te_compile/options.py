@@ -18,6 +18,9 @@ option                default     meaning
 ``cost_model``        True        on a GPU, leave linears alone that are too small to gain
 ``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same;
                                   else each product quantises its weight for itself, and no copy outlives it
+``save_memory``       False       the smallest peak in training: transposed FP8 copies of activations are made in the
+                                  backward pass where it can make them, and those of weights are not kept
+                                  (``cache_weights`` is False)
 ``defer_logits``      True        gradients of logits that are returned beside a loss are made only for who asks
 ``mode``              None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
@@ -75,6 +78,7 @@ class Options:
     compiler: str = "inductor"
     cost_model: bool = True
     cache_weights: bool = True
+    save_memory: bool = False
     defer_logits: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
@@ -83,6 +87,8 @@ class Options:
         own = {name: getattr(self, name) for name in _CHECKS}
         for name, value in _checked(own).items():
             object.__setattr__(self, name, value)
+        if self.save_memory:
+            object.__setattr__(self, "cache_weights", False)
 
     @staticmethod
     def resolve(call_options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -92,6 +98,10 @@ class Options:
             raise OptionError(f"mode={mode!r} and options['mode']={call['mode']!r}: give one, or both the same")
         given = {**_from_environment(os.environ), **_configured, **call}
         own = {name: given.pop(name) for name in _CHECKS if name in given}
+        if own.get("save_memory") and own.get("cache_weights"):
+            raise OptionError(
+                "save_memory=True and cache_weights=True: copies that are kept are memory; give one of them"
+            )
         return Options(**own, inductor=given)
 
     def why_excluded(self, name: str, info: Any = None) -> str | None:
@@ -312,6 +322,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "compiler": _as_compiler,
     "cost_model": _as_bool,
     "cache_weights": _as_bool,
+    "save_memory": _as_bool,
     "defer_logits": _as_bool,
     "mode": _as_mode,
 }

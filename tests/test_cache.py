@@ -92,7 +92,7 @@ def test_without_the_fingerprint_the_cache_would_serve_the_old_gradient(tmp_path
 def key_of(**options: Any) -> str:
     """The part of the cache key that is ours."""
     chosen = Options.resolve({"compiler": "aot_eager", **options})
-    return JointPasses(manager.begin(Plan(), chosen.recipe.key(), chosen.key())).uuid()
+    return JointPasses(manager.begin(Plan(), chosen.recipe.key(), chosen.key()), chosen).uuid()
 
 
 def test_equal_options_have_equal_keys() -> None:
@@ -154,7 +154,7 @@ def test_the_key_changes_with_any_source_file(tmp_path: Path, monkeypatch: pytes
 
 def test_the_joint_passes_are_what_torch_caches_by() -> None:
     compilation = manager.begin(Plan(), "delayed", "")
-    passes = JointPasses(compilation)
+    passes = JointPasses(compilation, Options())
     assert isinstance(passes, CustomGraphPass)
     graph = Graph()
     graph.output(())

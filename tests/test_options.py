@@ -30,7 +30,7 @@ def test_defaults_need_nothing() -> None:
     assert options == Options()
     assert options.recipe == DelayedScaling()
     assert (options.lm_head, options.strict, options.compiler, options.cost_model) == (False, False, "inductor", True)
-    assert options.cache_weights is True and options.defer_logits is True
+    assert options.cache_weights is True and options.defer_logits is True and options.save_memory is False
     assert (options.include, options.exclude, options.mode, dict(options.inductor)) == (None, (), None, {})
 
 
@@ -55,6 +55,7 @@ def test_a_recipe_is_a_name_a_dict_or_an_object(recipe: object) -> None:
         ("compiler", "gcc", "compiler='gcc': choose one of 'inductor', 'aot_eager'"),
         ("cost_model", 0, "cost_model=0: must be True or False"),
         ("cache_weights", "no", "cache_weights='no': must be True or False"),
+        ("save_memory", "most", "save_memory='most': must be True or False"),
         ("defer_logits", 2, "defer_logits=2: must be True or False"),
         ("mode", "fast", "mode='fast': choose one of 'default'"),
         ("mode", True, "mode=True: choose one of 'default'"),
@@ -175,6 +176,7 @@ def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "COMPILER": "aot_eager",
         "COST_MODEL": "off",
         "CACHE_WEIGHTS": "0",
+        "SAVE_MEMORY": "1",
         "DEFER_LOGITS": "0",
         "MODE": "reduce-overhead",
     }
@@ -189,6 +191,7 @@ def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         compiler="aot_eager",
         cost_model=False,
         cache_weights=False,
+        save_memory=True,
         defer_logits=False,
         mode="reduce-overhead",
     )
@@ -301,6 +304,7 @@ def test_options_that_compile_differently_have_different_keys() -> None:
         {"compiler": "aot_eager"},
         {"cost_model": False},
         {"cache_weights": False},
+        {"save_memory": True},
         {"defer_logits": False},
         {"mode": "max-autotune"},
         {"max_autotune": True},
@@ -314,3 +318,10 @@ def test_the_order_of_options_does_not_change_the_key() -> None:
     given = {"max_autotune": True, "epilogue_fusion": False, "strict": True}
     backwards = dict(reversed(given.items()))
     assert Options.resolve(given).key() == Options.resolve(backwards).key()
+
+
+def test_saving_memory_keeps_no_copies_of_weights() -> None:
+    assert Options.resolve({"save_memory": True}).cache_weights is False
+    assert Options(save_memory=True).cache_weights is False
+    with pytest.raises(OptionError, match="save_memory=True and cache_weights=True"):
+        Options.resolve({"save_memory": True, "cache_weights": True})

@@ -19,6 +19,7 @@ from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.ops.grouped_gemm import PRODUCTS
 from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
 from te_compile.passes.arguments import arguments_of, is_te, operator_of
+from te_compile.passes.prune_outputs import PRODUCERS
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 _MOST_OPERATIONS = 5  # in one description
@@ -49,7 +50,15 @@ class Use:
         found = (("x", forward), ("dy", backward))
         texts = [(which, producer_text(gemm, which)) for which, gemm in found if gemm is not None]
         texts += [(which, text) for product, which, text in _ADDED if _adds(self.gemms.get(product))]
+        texts += [("x", "quantised again in backward")] if self._quantises_again() else []
         return tuple(f"{which}: {text}" for which, text in texts if text)
+
+    def _quantises_again(self) -> bool:
+        """Does the gradient of the weight read another copy of x than the one that the forward pass made?"""
+        forward, wgrad = self.gemms.get("forward"), self.gemms.get("wgrad")
+        if forward is None or wgrad is None:
+            return False
+        return producer_of(forward) not in (producer_of(wgrad), producer_of(wgrad, "b"))
 
     @property
     def implementation(self) -> str:
@@ -72,11 +81,12 @@ def is_product(node: Node) -> bool:
     return any(is_te(node, name) for name in PRODUCTS)
 
 
-def producer_of(gemm: Node) -> Node | None:
-    """The node that quantised the first operand of ``gemm``."""
-    a = arguments_of(gemm)["a"]
-    producer = a.args[0] if isinstance(a, Node) and a.args else None
-    return producer if isinstance(producer, Node) and operator_of(producer) is not None else None
+def producer_of(gemm: Node, operand: str = "a") -> Node | None:
+    """The node that quantised the first operand of ``gemm``, or the second, "b"; None for copies from outside."""
+    node = arguments_of(gemm)[operand]
+    while isinstance(node, Node) and not any(is_te(node, name) for name in PRODUCERS):
+        node = node.args[0] if node.args else None
+    return node if isinstance(node, Node) else None
 
 
 def producer_text(gemm: Node, which: str) -> str:

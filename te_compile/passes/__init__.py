@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
+from te_compile.passes.delay_weight_gradients import delay_weight_gradients
 from te_compile.passes.direct_amaxes import direct_amaxes
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.fuse_loss_backward import fuse_loss_backward
@@ -26,10 +27,13 @@ from te_compile.passes.open_norms import open_norms
 from te_compile.passes.pair_producers import pair_producers
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prune_outputs import prune_outputs
+from te_compile.passes.remake_transposed import remake_transposed
+from te_compile.passes.quantize_late import quantize_late
 from te_compile.passes.read_scales_in_place import read_scales_in_place
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.share_inputs import share_inputs
+from te_compile.passes.transpose_late import transpose_late
 
 GraphPass = Callable[[Graph], int]
 
@@ -53,12 +57,19 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     fuse_loss_backward,  # likewise
     fuse_producers,
+    remake_transposed,  # after all that merges with a quantize, for what it reads then is what must be there
     pair_producers,
+    transpose_late,  # after the pairs, which write two gradients
+    delay_weight_gradients,  # after what was made again is there to be delayed
+    quantize_late,  # after the fusions: a weight's cast is one of them
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     tag_memory,
     choose_implementations,  # last: it judges the operators as they will run
 )
 """On the joint graph of forward and backward."""
+
+TO_SAVE_MEMORY: tuple[GraphPass, ...] = (remake_transposed, transpose_late, delay_weight_gradients)
+"""Those of them that run with ``save_memory=True`` alone."""
 
 DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place,)
 """On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone."""

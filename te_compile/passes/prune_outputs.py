@@ -6,7 +6,7 @@ a frozen weight, no row-major copy of a gradient whose input wants none.
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.passes.arguments import arguments_of, is_te, operator_of, refresh_value, result, set_arguments
@@ -19,6 +19,16 @@ _OF_SECOND = {"second_rowwise": RESULTS_OF_ONE, "second_columnwise": RESULTS_OF_
 """and those of a second value after all that belongs to the first."""
 
 
+def layouts_of(node: Node) -> dict[str, int]:
+    """By the flag that asks for a layout, where in the results of a producer it is found."""
+    op = operator_of(node)
+    assert op is not None, f"{node} calls no operator"
+    names = [returned.name or "" for returned in op._schema.returns]
+    if is_te(node, "fused_quantize_pair"):
+        return _FLAT | _OF_SECOND
+    return {"rowwise": names.index("q"), "columnwise": names.index("qt")} if "q" in names else _FLAT
+
+
 def prune_outputs(graph: Graph) -> int:
     """Clear ``rowwise`` / ``columnwise`` where q / qt has no reader; returns how many layouts were dropped."""
     graph.eliminate_dead_code()
@@ -26,13 +36,8 @@ def prune_outputs(graph: Graph) -> int:
     for node in graph.nodes:
         if not any(is_te(node, name) for name in PRODUCERS):
             continue
-        op, arguments = operator_of(node), arguments_of(node)
-        assert op is not None
-        names = [returned.name or "" for returned in op._schema.returns]
-        indices = {"rowwise": names.index("q"), "columnwise": names.index("qt")} if "q" in names else _FLAT
-        if is_te(node, "fused_quantize_pair"):
-            indices = _FLAT | _OF_SECOND
-        unread = {flag: False for flag, i in indices.items() if arguments[flag] and not result(node, i)}
+        arguments = arguments_of(node)
+        unread = {flag: False for flag, i in layouts_of(node).items() if arguments[flag] and not result(node, i)}
         if unread:
             set_arguments(node, **unread)
             refresh_value(node)

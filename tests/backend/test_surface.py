@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from te_compile import state
 from te_compile.backend import _own_copy, te_fp8
 from te_compile.compilers import JointPasses
+from te_compile.options import Options
 from te_compile.passes import manager
 from tests.backend.models import Attention, Chain, L, Linear
 from tests.compiling import BACKEND, compiled, joint_of, te_nodes, train_step
@@ -178,6 +179,6 @@ def test_passes_of_the_users_own_run_as_well(place: str, for_the_process: bool) 
 
 def test_a_users_pass_that_does_not_say_what_it_is_keeps_the_caches_out() -> None:
     compilation: Any = SimpleNamespace(recipe="", options="")
-    known = JointPasses(compilation, [Noted()]).uuid()
-    assert known and known != JointPasses(compilation).uuid()
-    assert JointPasses(compilation, [print]).uuid() is None
+    known = JointPasses(compilation, Options(), [Noted()]).uuid()
+    assert known and known != JointPasses(compilation, Options()).uuid()
+    assert JointPasses(compilation, Options(), [print]).uuid() is None
