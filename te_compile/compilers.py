@@ -29,6 +29,7 @@ from te_compile.kernels import ahead, buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
 from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, TO_SAVE_MEMORY, GraphPass
+from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.rehearse import rehearse, rehearse_copies
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
@@ -89,7 +90,7 @@ class JointPasses(Passes):
         users: Sequence[Any] = (),
         then: Callable[[Graph], None] | None = None,
     ) -> None:
-        passes = [each for each in JOINT_PASSES if options.save_memory or each not in TO_SAVE_MEMORY]
+        passes = [each for each in JOINT_PASSES if _is_wanted(each, options)]
         super().__init__(passes, compilation, users)
         self.then = then
 
@@ -139,6 +140,20 @@ def _is_on_gpu(placeholder: Node) -> bool:
 def captures_cuda_graphs(options: Options) -> bool:
     """Will Inductor replay CUDA graphs, which read their inputs where they were when it captured them?"""
     return options.compiler == "inductor" and replays_cuda_graphs(options)
+
+
+def _is_wanted(each: GraphPass, options: Options) -> bool:
+    """Does this pass for the joint graph run under these options?
+
+    A replayed CUDA graph asks nobody whether there is a gradient to add to, and C++ code of Inductor's knows no result
+    that is None.
+    """
+    if each is accumulate_in_products:
+        writes_cpp = options.compiler == "inductor" and asked_of_inductor(options).get(
+            "cpp_wrapper", config.cpp_wrapper
+        )
+        return options.accumulate_in_products and not captures_cuda_graphs(options) and not writes_cpp
+    return options.save_memory or each not in TO_SAVE_MEMORY
 
 
 def _taken(asked: dict[str, Any], name: str) -> list[Any]:

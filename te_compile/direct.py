@@ -9,14 +9,37 @@ Generated code outlives the process that generated it, in Inductor's caches: ``C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
 
 from te_compile.kernels.replay import Replayed
+from te_compile.ops.gemm_into_grad import add_to_grad, into_grad
 from te_compile.ops.library import implementations
 
 BY_ADDRESS = {"snapshot"}
 """Operators whose kernels find their tensors in tables of addresses, and which keep the same ones for life."""
 
+
+class IntoGrad:
+    """te::gemm_into_grad: at each call one of two products, each of which is replayed by itself."""
+
+    def __init__(self, gemm: Replayed, add: Replayed) -> None:
+        self.gemm, self.add = gemm, add
+        self.run = into_grad(gemm, add)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor | None:
+        """Run the operator."""
+        return self.run(*arguments, **named)
+
+    def site(self) -> Callable[..., Tensor | None]:
+        """The operator for one place in generated code, where shapes are what they are."""
+        return into_grad(self.gemm.site(), self.add.site())
+
+
 CALLS = SimpleNamespace(
     **{name: Replayed(name, function, name in BY_ADDRESS) for name, function in implementations.items()}
 )
+CALLS.gemm_into_grad = IntoGrad(CALLS.gemm, Replayed("add_to_grad", add_to_grad))

@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from te_compile.ops.library import NAMESPACE, asking
+from te_compile.ops.library import NAMESPACE, asking, optional
 
 DIRECT_ON = {"cuda"}
 """The types of device whose operators are called without the dispatcher: where a host's microseconds count."""
@@ -97,9 +97,12 @@ def _is_called_directly(device: torch.device | None) -> bool:
 def _called(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
     """Inductor's node for a call of ``operator``."""
     # CUDA graphs replay without a word from the host, and Inductor's own way is the one that they are tested with.
-    is_plain = config.triton.cudagraphs or operator._schema.name.removeprefix(NAMESPACE + "::") in asking
-    kernel = ir.FallbackKernel if is_plain else DirectCall
-    return pytree.tree_map(_boxed, kernel.create(operator, *arguments, **named))
+    name = operator._schema.name.removeprefix(NAMESPACE + "::")
+    kernel = ir.FallbackKernel if config.triton.cudagraphs or name in asking else DirectCall
+    results = kernel.create(operator, *arguments, **named)
+    for result in pytree.tree_leaves(results) if name in optional else ():
+        result.skip_size_stride_alignment_checks = True
+    return pytree.tree_map(_boxed, results)
 
 
 def _boxed(result: Any) -> Any:

@@ -6,25 +6,26 @@ An option may be given in three places; the earlier one wins:
     te_compile.configure(recipe="current")                                      this process
     TE_COMPILE_RECIPE=current python train.py                                   this run, when the code is not yours
 
-====================  ==========  ===================================================================================
-option                default     meaning
-====================  ==========  ===================================================================================
-``recipe``            "delayed"   a name, a dict, a recipe object: see ``te_compile.recipe``
-``include``           everything  which linears may go to FP8, by module name
-``exclude``           nothing     which may not
-``lm_head``           False       may the projection to logits go to FP8?
-``strict``            False       is an eligible linear that stays in high precision an error?
-``compiler``          "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
-``cost_model``        True        on a GPU, leave linears alone that are too small to gain
-``cache_weights``     True        keep FP8 copies of weights from one call to the next while the weights stay the same;
-                                  else each product quantises its weight for itself, and no copy outlives it
-``save_memory``       False       the smallest peak in training: transposed FP8 copies of activations are made in the
-                                  backward pass where it can make them, and those of weights are not kept
-                                  (``cache_weights`` is False)
-``defer_logits``      True        gradients of logits that are returned beside a loss are made only for who asks
-``mode``              None        torch.compile's modes, here too because torch allows either mode or options
-any Inductor option               passed through, as with the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
-====================  ==========  ===================================================================================
+==========================  ==========  ================================================================================
+option                      default     meaning
+==========================  ==========  ================================================================================
+``recipe``                  "delayed"   a name, a dict, a recipe object: see ``te_compile.recipe``
+``include``                 everything  which linears may go to FP8, by module name
+``exclude``                 nothing     which may not
+``lm_head``                 False       may the projection to logits go to FP8?
+``strict``                  False       is an eligible linear that stays in high precision an error?
+``compiler``                "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
+``cost_model``              True        on a GPU, leave linears alone that are too small to gain
+``cache_weights``           True        keep FP8 copies of weights from call to call while the weights stay the same;
+                                        else each product quantises its weight for itself, and no copy outlives it
+``save_memory``             False       the smallest peak in training: transposed FP8 copies of activations are made in
+                                        the backward pass where it can make them, and those of weights are not kept
+                                        (``cache_weights`` is False)
+``defer_logits``            True        gradients of logits that are returned beside a loss are made only for who asks
+``accumulate_in_products``  True        weight gradients are added by their products where ``.grad`` holds one already
+``mode``                    None        torch.compile's modes, here too because torch allows either mode or options
+any Inductor option                     passed through, as by the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
+==========================  ==========  ================================================================================
 
 ``include`` and ``exclude`` take a glob pattern ("*.proj"), several ("*.proj,*lm_head*" or a list), or a function
 ``(name, info) -> bool``, where ``name`` is the linear's module name and ``info`` what the caller knows about it. A
@@ -80,6 +81,7 @@ class Options:
     cache_weights: bool = True
     save_memory: bool = False
     defer_logits: bool = True
+    accumulate_in_products: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
 
@@ -324,5 +326,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cache_weights": _as_bool,
     "save_memory": _as_bool,
     "defer_logits": _as_bool,
+    "accumulate_in_products": _as_bool,
     "mode": _as_mode,
 }

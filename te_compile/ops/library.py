@@ -17,10 +17,21 @@ asking: set[str] = set()
 """Operators whose code asks each time for more than its arguments say: no call of theirs stands for another."""
 
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, asks: bool = False) -> Any:
+optional: set[str] = set()
+"""Operators whose code may return None where their schema says Tensor: one that already is where it belongs."""
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    asks: bool = False,
+    may_be_none: bool = False,
+) -> Any:
     """Define an opaque operator: ``implementation`` runs it on every device, ``fake`` gives its result shapes.
 
-    asks: it is one of :data:`asking`.
+    asks: it is one of :data:`asking`; may_be_none: of :data:`optional`.
 
     Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
     """
@@ -31,6 +42,8 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     implementations[name] = implementation
     if asks:
         asking.add(name)
+    if may_be_none:
+        optional.add(name)
     return getattr(torch.ops.te, name).default
 
 

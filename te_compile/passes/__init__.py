@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch.fx import Graph
 
+from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.delay_weight_gradients import delay_weight_gradients
@@ -27,11 +28,11 @@ from te_compile.passes.open_norms import open_norms
 from te_compile.passes.pair_producers import pair_producers
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prune_outputs import prune_outputs
-from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.quantize_late import quantize_late
 from te_compile.passes.read_scales_in_place import read_scales_in_place
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
+from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.transpose_late import transpose_late
 
@@ -63,6 +64,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     delay_weight_gradients,  # after what was made again is there to be delayed
     quantize_late,  # after the fusions: a weight's cast is one of them
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
+    accumulate_in_products,  # after add_in_products: of the uses of one weight the sum is the gradient
     tag_memory,
     choose_implementations,  # last: it judges the operators as they will run
 )
