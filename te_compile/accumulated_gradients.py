@@ -119,7 +119,7 @@ def _is_differentiated() -> bool:
 def _is_on_usual_stream(device: torch.device) -> bool:
     """Is this where gradients are added and read? With streams of the user's own autograd has them wait for each other,
     and for a gradient that it does not get it has nobody wait."""
-    return device.type != "cuda" or torch._C._cuda_getCurrentRawStream(torch.cuda._get_device_index(device)) == 0
+    return device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index or 0) == 0
 
 
 # --- this parameter ---------------------------------------------------------------------------------------------------

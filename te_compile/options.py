@@ -24,7 +24,7 @@ option                      default     meaning
 ``defer_logits``            True        gradients of logits that are returned beside a loss are made only for who asks
 ``accumulate_in_products``  True        weight gradients are added by their products where ``.grad`` holds one already
 ``mode``                    None        torch.compile's modes, here too because torch allows either mode or options
-any Inductor option                     passed through, as by the Inductor backend: ``max_autotune``, ``triton.cudagraphs``
+any Inductor option                     passed through, as by the Inductor backend: ``triton.cudagraphs``, say
 ==========================  ==========  ================================================================================
 
 ``include`` and ``exclude`` take a glob pattern ("*.proj"), several ("*.proj,*lm_head*" or a list), or a function

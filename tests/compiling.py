@@ -106,7 +106,12 @@ def producers(compilation: Compilation, dtype: torch.dtype = torch.float8_e4m3fn
     return [node for node in found if arguments_of(node)["dtype"] == dtype]
 
 
+def products(compilation: Compilation) -> list[Node]:
+    """The FP8 products of linears, those that may add to a gradient among them."""
+    return [*te_nodes(compilation, "gemm"), *te_nodes(compilation, "gemm_into_grad")]
+
+
 def gemm_labels(*compilations: Compilation) -> Counter[str]:
     """How often each FP8 product stands in the joint graphs, e.g. {"fc forward": 1, "fc wgrad": 1}."""
-    nodes = [node for compilation in compilations for node in te_nodes(compilation, "gemm")]
+    nodes = [node for compilation in compilations for node in products(compilation)]
     return Counter(arguments_of(node)["label"] for node in nodes)

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from te_compile import compilers, state
 from te_compile.passes import lower, manager
-from te_compile.passes.arguments import is_te
+from te_compile.passes.arguments import arguments_of, is_te
 from te_compile.passes.memory import tag_memory
-from tests.compiling import compiled, error_but_for_ties, gradients, te_nodes, train_step
+from tests.compiling import compiled, error_but_for_ties, gradients, products, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -200,7 +200,7 @@ def test_what_forward_and_backward_need_of_one_tensor_is_quantised_once() -> Non
     with manager.recording() as records:
         model = Model()
         train_step(model, compiled(model), torch.randn(16, 32))
-    gemms = {node.args[7]: node for node in te_nodes(records[0], "gemm")}
+    gemms = {arguments_of(node)["label"]: node for node in products(records[0])}
 
     def producer(node: Any) -> Any:
         while not str(node.target).startswith("te."):

@@ -51,6 +51,7 @@ class Use:
         texts = [(which, producer_text(gemm, which)) for which, gemm in found if gemm is not None]
         texts += [(which, text) for product, which, text in _ADDED if _adds(self.gemms.get(product))]
         texts += [("x", "quantised again in backward")] if self._quantises_again() else []
+        texts += [("dw", "adds to .grad")] if _adds_to_gradient(self.gemms.get("wgrad")) else []
         return tuple(f"{which}: {text}" for which, text in texts if text)
 
     def _quantises_again(self) -> bool:
@@ -70,6 +71,10 @@ class Use:
 
 def _adds(gemm: Node | None) -> bool:
     return gemm is not None and arguments_of(gemm).get("addend") is not None
+
+
+def _adds_to_gradient(gemm: Node | None) -> bool:
+    return gemm is not None and is_te(gemm, "gemm_into_grad")
 
 
 def _implementations(nodes: Iterable[Node]) -> str:

@@ -23,7 +23,7 @@ from te_compile.ops import registry
 from te_compile.ops.gemm import gemm_reference
 from te_compile.ops.library import define
 
-PRODUCTS = ("gemm", "grouped_gemm", "grouped_wgrad")
+PRODUCTS = ("gemm", "gemm_into_grad", "grouped_gemm", "grouped_wgrad")
 """Every FP8 product. All name their operands alike, and end in ``label`` and ``implementation``."""
 
 

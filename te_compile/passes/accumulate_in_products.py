@@ -44,18 +44,16 @@ def accumulate_in_products(graph: Graph) -> int:
 
 def _gradients(graph: Graph, inputs: list[Node]) -> Iterator[tuple[Node, Node]]:
     """Each input of the joint graph that has a gradient, and that; nothing if it is not certain which is whose."""
-    output = graph.output_node()
-    results = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else []
     others = [node for node in graph.find_nodes(op="placeholder") if node not in inputs]
+    results = graph.output_node().args[0]
     is_joint = bool(others) and all(node.name.startswith(_TANGENT) for node in others)
-    pairs = list(zip(inputs, results[len(results) - len(inputs) :], strict=False)) if is_joint else []
-    if len(results) < len(inputs) or not all(
-        gradient is None or _is_like(gradient, given) for given, gradient in pairs
-    ):
+    if not is_joint or not isinstance(results, (list, tuple)) or len(results) < len(inputs):
         return
-    for given, gradient in pairs:
-        if isinstance(gradient, Node) and results.count(gradient) == 1:
-            yield given, gradient
+    pairs = list(zip(inputs, results[len(results) - len(inputs) :], strict=True))
+    if all(gradient is None or _is_like(gradient, given) for given, gradient in pairs):
+        for given, gradient in pairs:
+            if isinstance(gradient, Node) and results.count(gradient) == 1:
+                yield given, gradient
 
 
 def _is_like(gradient: object, given: Node) -> bool:

@@ -1,0 +1,542 @@
+"""Gradients that products add to ``.grad``: the same numbers as autograd's sums, and only where nobody could tell."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_compile import accumulated_gradients, fallbacks
+from te_compile.ops import gemm_into_grad
+from te_compile.passes import manager
+from tests.compiling import compiled, gradients, te_nodes
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+WIDTH, INNER = 32, 48
+
+
+class Mlp(nn.Module):
+    """Two linears without biases, so that every gradient is a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, INNER, bias=False)
+        self.b = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [M, WIDTH]."""
+        return self.b(torch.relu(self.a(x)))
+
+
+def batch() -> Tensor:
+    return torch.randn(16, WIDTH)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every gradient that a product has added to, in order."""
+    found: list[Tensor] = []
+
+    def noted(gradient: Tensor) -> None:
+        found.append(gradient)
+        accumulated_gradients.added_to(gradient)
+
+    monkeypatch.setattr(gemm_into_grad, "added_to", noted)
+    return found
+
+
+Step = Callable[[nn.Module, Callable[..., Any], Tensor], Any]
+"""What is done with a model, the same compiled, and a batch."""
+
+
+def backward(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+    run(x).square().mean().backward()
+
+
+def both_ways(
+    step: Step, before: Step = backward, model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, list[Any]]:
+    """Run ``step`` after ``before``, with products that add and without, and require the same gradients to the bit.
+
+    In fp32 they are: what a product adds it would have written unrounded. Returns the model and what both steps gave.
+    """
+    first, x = model or Mlp(), [batch() for _ in range(2)]
+    second = copy.deepcopy(first)
+    results = []
+    for each, option in ((first, True), (second, False)):
+        torch._dynamo.reset()
+        run = compiled(each, accumulate_in_products=option, **options)
+        before(each, run, x[0])
+        results.append(step(each, run, x[1]))
+    got, expected = gradients(first), gradients(second)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(got[name].nan_to_num(7.0), gradient.nan_to_num(7.0)), name
+    return first, results
+
+
+@pytest.mark.parametrize(
+    ("compiler", "directly"),
+    [
+        ("aot_eager", False),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches_are_summed_as_autograd_sums_them(
+    compiler: str, directly: bool, added: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if directly:
+        monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    model, batches, sums = Mlp(), [batch() for _ in range(4)], []
+    for option in (True, False):
+        torch._dynamo.reset()
+        each = copy.deepcopy(model)
+        run = compiled(each, compiler=compiler, accumulate_in_products=option)
+        for x in batches:
+            backward(each, run, x)
+        sums.append(gradients(each))
+    assert len(added) == 2 * 3
+    for name, gradient in sums[1].items():
+        torch.testing.assert_close(sums[0][name], gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_sixteen_bits_are_no_worse_than_autograds(dtype: torch.dtype, added: list[Tensor]) -> None:
+    model, batches, sums = Mlp(), [batch() for _ in range(6)], []
+    for option in (True, False):
+        torch._dynamo.reset()
+        each = copy.deepcopy(model).to(dtype)
+        run = compiled(each, accumulate_in_products=option)
+        for x in batches:
+            run(x.to(dtype)).float().square().sum().backward()
+        sums.append(gradients(each))
+    assert len(added) == 2 * 5
+    for name, gradient in sums[1].items():
+        step = torch.finfo(dtype).eps * float(gradient.float().abs().max())
+        torch.testing.assert_close(sums[0][name].float(), gradient.float(), rtol=0, atol=6 * step)
+
+
+def test_the_gradient_is_changed_in_place_and_stays_the_users_tensor(added: list[Tensor]) -> None:
+    model = Mlp()
+    run = compiled(model)
+    backward(model, run, batch())
+    held = {name: weight.grad for name, weight in model.named_parameters()}
+    backward(model, run, batch())
+    assert all(weight.grad is held[name] for name, weight in model.named_parameters())
+    assert {id(gradient) for gradient in added} == {id(gradient) for gradient in held.values()}
+
+
+def test_gradients_set_to_zero_are_added_to(added: list[Tensor]) -> None:
+    def zeroed(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        backward(model, run, x)
+        model.zero_grad(set_to_none=False)
+
+    both_ways(backward, zeroed)
+    assert len(added) == 2
+
+
+def test_gradients_that_lie_in_one_buffer_are_added_to(added: list[Tensor]) -> None:
+    def flat(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        buffer = torch.zeros(sum(weight.numel() for weight in model.parameters()))
+        start = 0
+        for weight in model.parameters():
+            weight.grad = buffer[start : start + weight.numel()].view(weight.shape)
+            start += weight.numel()
+
+    both_ways(backward, flat)
+    assert len(added) == 2
+
+
+def test_a_pass_without_gradients_to_add_to_returns_them(added: list[Tensor]) -> None:
+    def dropped(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        backward(model, run, x)
+        model.zero_grad()
+
+    both_ways(backward, dropped)
+    assert not added
+
+
+def test_a_gradient_for_one_weight_alone(added: list[Tensor]) -> None:
+    def first_alone(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        backward(model, run, x)
+        model.b.weight.grad = None
+
+    model, _ = both_ways(backward, first_alone)
+    assert [gradient.shape for gradient in added] == [model.a.weight.shape]
+
+
+def test_frozen_weights_have_no_gradient(added: list[Tensor]) -> None:
+    model = Mlp()
+    model.a.weight.requires_grad_(False)
+    both_ways(backward, model=model)
+    assert model.a.weight.grad is None and [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+def test_infinities_and_nans_come_through(added: list[Tensor]) -> None:
+    def overflowing(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        x[3] = torch.inf
+        backward(model, run, x)
+
+    model, _ = both_ways(overflowing)
+    assert len(added) == 2 and not model.a.weight.grad.isfinite().all()
+
+
+# --- several uses -----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One weight for two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [M, WIDTH]."""
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_tied_weights_get_the_sum_of_both_uses(added: list[Tensor]) -> None:
+    both_ways(backward, model=Tied())
+    assert not added, "the graph sums them"
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_two_forwards_in_one_backward(there_before: bool, added: list[Tensor]) -> None:
+    """Where there is none before, autograd gathers two gradients; neither may go to the one that it then installs."""
+
+    def twice(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        (run(x).square().mean() + run(2 * x).square().mean()).backward()
+
+    def nothing(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        run(x)
+
+    first, x = Mlp(), [batch() for _ in range(2)]
+    second = copy.deepcopy(first)
+    for each, option in ((first, True), (second, False)):
+        torch._dynamo.reset()
+        run = compiled(each, accumulate_in_products=option)
+        (backward if there_before else nothing)(each, run, x[0])
+        twice(each, run, x[1])
+    assert len(added) == (4 if there_before else 0)
+    for got, expected in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)  # summed in another order
+
+
+def test_a_weight_that_two_compiled_modules_and_eager_code_share(added: list[Tensor]) -> None:
+    sums = []
+    start, batches = torch.randn(WIDTH, WIDTH), [batch() for _ in range(3)]
+    for option in (True, False):
+        torch._dynamo.reset()
+        modules = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        modules[1].weight = modules[0].weight
+        modules[0].weight.data.copy_(start)
+        runs = [compiled(module, accumulate_in_products=option) for module in modules]
+        for x in batches:
+            y = runs[1](torch.relu(runs[0](x)))
+            (y.square().mean() + 1e-3 * modules[0].weight.square().sum()).backward()
+        sums.append(modules[0].weight.grad)
+    assert len(added) == 2 * 2
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_around_the_compiled_model(added: list[Tensor]) -> None:
+    def checkpointed(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        checkpoint(run, x.requires_grad_(), use_reentrant=False).square().mean().backward()
+
+    both_ways(checkpointed)
+    assert len(added) == 2
+
+
+def test_a_reentrant_checkpoint_around_the_compiled_model(added: list[Tensor]) -> None:
+    """Autograd then runs within autograd."""
+
+    def checkpointed(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        checkpoint(run, run(x), use_reentrant=True).square().mean().backward()
+
+    first, x = Mlp(), [batch() for _ in range(3)]
+    second = copy.deepcopy(first)
+    for each, option in ((first, True), (second, False)):
+        torch._dynamo.reset()
+        run = compiled(each, accumulate_in_products=option)
+        for one in x:
+            checkpointed(each, run, one)
+    assert len(added) >= 2 * 2 * 2
+    for got, expected in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
+
+
+# --- who could tell ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_on_the_parameter_sees_and_changes_its_gradient(added: list[Tensor]) -> None:
+    seen: list[Tensor] = []
+
+    def hooked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        handle = model.a.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        backward(model, run, x)
+        handle.remove()
+
+    model, _ = both_ways(hooked)
+    assert len(seen) == 2 and torch.equal(*seen)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+def test_a_hook_that_is_gone_is_none(added: list[Tensor]) -> None:
+    def hooked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        model.a.weight.register_hook(lambda gradient: 2 * gradient).remove()
+        model.a.weight.register_post_accumulate_grad_hook(print).remove()
+        backward(model, run, x)
+
+    both_ways(hooked)
+    assert len(added) == 2
+
+
+def test_a_hook_after_accumulation_runs_once_the_sum_is_there(added: list[Tensor]) -> None:
+    seen: list[Tensor] = []
+
+    def hooked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        model.a.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        backward(model, run, x)
+
+    model, _ = both_ways(hooked)
+    assert len(seen) == 2 and torch.equal(*seen) and torch.equal(seen[0], model.a.weight.grad)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_on_autograds_node_of_the_parameter_gets_the_gradient(register: str, added: list[Tensor]) -> None:
+    seen: list[Any] = []
+
+    def hooked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        node = model.a.weight.view_as(model.a.weight).grad_fn.next_functions[0][0]
+        getattr(node, register)(lambda *given: seen.append(given[-1][0].clone()))
+        backward(model, run, x)
+
+    model, _ = both_ways(hooked)
+    assert len(seen) == 2 and torch.equal(*seen)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+def test_a_hook_on_the_graphs_node_gets_all_gradients(added: list[Tensor]) -> None:
+    seen: list[Any] = []
+
+    def hooked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        y = run(x)
+        y.grad_fn.register_hook(lambda given, _: seen.append([each for each in given if each is not None]))
+        y.square().mean().backward()
+
+    both_ways(hooked)
+    assert len(seen) == 2 and len(seen[0]) == len(seen[1]) >= 2
+    assert not added
+
+
+def test_autograd_grad_returns_gradients_and_adds_to_none(added: list[Tensor]) -> None:
+    def asked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
+
+    _, (got, expected) = both_ways(asked)
+    assert all(map(torch.equal, got, expected)) and not added
+
+
+def test_autograd_grad_of_the_input_leaves_weights_alone(added: list[Tensor]) -> None:
+    def asked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> Tensor:
+        return torch.autograd.grad(run(x.requires_grad_()).square().mean(), x)[0]
+
+    _, (got, expected) = both_ways(asked)
+    assert torch.equal(got, expected) and not added
+
+
+def test_a_backward_for_some_inputs_adds_to_no_others(added: list[Tensor]) -> None:
+    def asked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        run(x).square().mean().backward(inputs=[model.b.weight])
+
+    model, _ = both_ways(asked)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+@pytest.mark.parametrize("options", [{"create_graph": True}, {"create_graph": True, "retain_graph": False}])
+def test_a_backward_that_is_differentiated_makes_new_sums(options: dict[str, bool], added: list[Tensor]) -> None:
+    def asked(model: nn.Module, run: Callable[..., Any], x: Tensor) -> bool:
+        before = model.a.weight.grad
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the cycle between a parameter and its gradient
+            run(x.requires_grad_()).square().mean().backward(**options)
+        return model.a.weight.grad is before
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        # Delayed scaling updates states in the backward, of which AOTAutograd makes no graph.
+        _, (got, expected) = both_ways(asked, recipe="current")
+    assert not got and not expected and not added
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_twice(added: list[Tensor]) -> None:
+    def twice(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        loss, before = run(x).square().mean(), len(added)
+        loss.backward(retain_graph=True)
+        assert len(added) == before
+        loss.backward()
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        both_ways(twice)
+    assert len(added) == 2, "the second one keeps no graph"
+
+
+def test_anomaly_mode_looks_at_gradients(added: list[Tensor]) -> None:
+    def watched(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("ignore")
+            backward(model, run, x)
+
+    both_ways(watched)
+    assert not added
+
+
+def test_beside_other_processes_gradients_go_through_autograd(added: list[Tensor]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        both_ways(backward)
+    finally:
+        dist.destroy_process_group()
+    assert not added
+
+
+# --- what products cannot add to --------------------------------------------------------------------------------------
+
+
+class Subclass(Tensor):
+    """A tensor of another kind."""
+
+
+def transposed(gradient: Tensor) -> Tensor:
+    return gradient.t().contiguous().t()
+
+
+def displaced(gradient: Tensor) -> Tensor:
+    return torch.cat([gradient.new_zeros(1), gradient.flatten()])[1:].view(gradient.shape)
+
+
+def of_a_graph(gradient: Tensor) -> Tensor:
+    return gradient.clone().requires_grad_()
+
+
+def subclass(gradient: Tensor) -> Tensor:
+    return gradient.clone().as_subclass(Subclass)
+
+
+@pytest.mark.parametrize("another", [transposed, displaced, of_a_graph, subclass])
+def test_a_gradient_of_another_kind_is_autograds(another: Callable[[Tensor], Tensor], added: list[Tensor]) -> None:
+    def replaced(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        backward(model, run, x)
+        model.a.weight.grad = another(model.a.weight.grad)
+
+    model, _ = both_ways(backward, replaced)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+def test_a_weight_computed_from_a_parameter_is_none(added: list[Tensor]) -> None:
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    x = [batch() for _ in range(3)]
+    start = torch.randn(INNER, WIDTH)
+    sums = []
+    for option in (True, False):
+        torch._dynamo.reset()
+        weight = nn.Parameter(start.clone())
+        run = compiled(linear, accumulate_in_products=option)
+        for each in x:
+            run(each, 2 * weight).square().mean().backward()
+        sums.append(weight.grad)
+    assert torch.equal(*sums) and not added
+
+
+def test_a_parameter_of_another_class_is_autograds(added: list[Tensor]) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model = Mlp()
+    model.a.weight = Own(model.a.weight.detach().clone())
+    run = compiled(model)
+    for _ in range(2):
+        backward(model, run, batch())
+    assert [gradient.shape for gradient in added] in ([model.b.weight.shape], [])
+
+
+def test_what_autograd_saved_of_a_gradient_shows_that_it_changed(added: list[Tensor]) -> None:
+    model = Mlp()
+    run = compiled(model)
+    backward(model, run, batch())
+    scale = torch.ones((), requires_grad=True)
+    saved = (scale * model.a.weight.grad).sum()
+    backward(model, run, batch())
+    assert len(added) == 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_a_change_is_told_to_autograd() -> None:
+    gradient = torch.zeros(3)
+    accumulated_gradients.added_to(gradient)
+    assert gradient._version == 1
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_the_option_turns_it_off(added: list[Tensor]) -> None:
+    model = Mlp()
+    with manager.recording() as records:
+        run = compiled(model, accumulate_in_products=False)
+        for _ in range(2):
+            backward(model, run, batch())
+    assert not added and not te_nodes(records[0], "gemm_into_grad")
+
+
+def test_outside_of_a_backward_pass_there_is_nothing_to_add_to() -> None:
+    device = torch.device("cpu")
+    assert accumulated_gradients.gradient_to_add_to(0, 1, (3,), torch.float32, device) is None
+
+
+@pytest.fixture
+def no_cycles() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_nothing_of_a_pass_is_kept_alive(added: list[Tensor], no_cycles: None) -> None:
+    model = Mlp()
+    run = compiled(model)
+    for _ in range(2):
+        backward(model, run, batch())
+    assert len(added) == 2
+    current = accumulated_gradients._here.current
+    assert current is not None and current.node is None and not current.leaves
+
+
+def test_models_are_freed(added: list[Tensor]) -> None:
+    model = Mlp()
+    run = compiled(model)
+    for _ in range(2):
+        backward(model, run, batch())
+    alive = weakref.ref(model.a.weight)
+    added.clear()
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
