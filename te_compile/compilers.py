@@ -90,8 +90,7 @@ class JointPasses(Passes):
         users: Sequence[Any] = (),
         then: Callable[[Graph], None] | None = None,
     ) -> None:
-        passes = [each for each in JOINT_PASSES if _is_wanted(each, options)]
-        super().__init__(passes, compilation, users)
+        super().__init__(joint_passes(options), compilation, users)
         self.then = then
 
     def __call__(self, graph: Graph) -> None:
@@ -142,18 +141,21 @@ def captures_cuda_graphs(options: Options) -> bool:
     return options.compiler == "inductor" and replays_cuda_graphs(options)
 
 
-def _is_wanted(each: GraphPass, options: Options) -> bool:
-    """Does this pass for the joint graph run under these options?
+def joint_passes(options: Options) -> tuple[GraphPass, ...]:
+    """The passes for the joint graph, under these options."""
+    left_out = set() if options.save_memory else set(TO_SAVE_MEMORY)
+    if not options.accumulate_in_products or _asks_nobody(options):
+        left_out.add(accumulate_in_products)
+    return tuple(each for each in JOINT_PASSES if each not in left_out)
 
-    A replayed CUDA graph asks nobody whether there is a gradient to add to, and C++ code of Inductor's knows no result
-    that is None.
+
+def _asks_nobody(options: Options) -> bool:
+    """Is there no Python in the backward pass to ask if there is a gradient to add to?
+
+    A replayed CUDA graph asks nobody, and C++ code of Inductor's knows no result that is None.
     """
-    if each is accumulate_in_products:
-        writes_cpp = options.compiler == "inductor" and asked_of_inductor(options).get(
-            "cpp_wrapper", config.cpp_wrapper
-        )
-        return options.accumulate_in_products and not captures_cuda_graphs(options) and not writes_cpp
-    return options.save_memory or each not in TO_SAVE_MEMORY
+    writes_cpp = options.compiler == "inductor" and asked_of_inductor(options).get("cpp_wrapper", config.cpp_wrapper)
+    return captures_cuda_graphs(options) or bool(writes_cpp)
 
 
 def _taken(asked: dict[str, Any], name: str) -> list[Any]:

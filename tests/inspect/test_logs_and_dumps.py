@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from te_compile.backend import te_fp8
-from te_compile.passes import JOINT_PASSES
+from te_compile.compilers import joint_passes
+from te_compile.options import Options
 
 
 class Small(nn.Module):
@@ -47,7 +48,8 @@ def test_every_pass_of_a_run_is_dumped(fresh_dynamo: None, tmp_path: Path, monke
     (directory,) = tmp_path.iterdir()
     texts = {file.name: file.read_text() for file in directory.iterdir()}
     order = [name.removesuffix(".txt").split("_", 1)[1] for name in sorted(texts)]
-    assert order[0] == "captured" and order[-len(JOINT_PASSES) :] == [each.__name__ for each in JOINT_PASSES]
+    joint = [each.__name__ for each in joint_passes(Options())]
+    assert order[0] == "captured" and order[-len(joint) :] == joint
     assert "float32[16, 16]" in texts["00_captured.txt"]
     (decided,) = [text for name, text in texts.items() if name.endswith("select_linears.txt")]
     assert "# up  linear 16×16→32  fp8" in decided and "# narrow  linear 16×32→5  kept  " in decided

@@ -187,7 +187,7 @@ def test_where_nobody_can_be_asked_the_pass_does_not_run(
     def noted(gm: torch.fx.GraphModule, inputs: Any, chosen: Any, compilation: manager.Compilation) -> Any:
         from te_compile import compilers
 
-        ran.append(compilers._joint_passes(chosen))
+        ran.append(compilers.joint_passes(chosen))
         return gm.forward
 
     monkeypatch.setattr("te_compile.backend.COMPILERS", {"inductor": noted, "aot_eager": noted})
