@@ -45,14 +45,12 @@ def _sources(producer: Node) -> list[Node]:
 
 def _move_behind(activation: Node, remade: Node) -> bool:
     """Put ``remade`` and the one product that reads it behind the results of ``activation``, if nobody minds."""
-    (item,) = remade.users if len(remade.users) == 1 else (None,)
-    product = next(iter(item.users)) if item is not None and len(item.users) == 1 else None
-    if product is None or not is_te(product, "gemm") or any(user < activation for user in product.users):
-        return False
+    item, product = next(iter(remade.users)), next(reader for item in remade.users for reader in item.users)
     place = max([activation, *activation.users])
-    if product > place:
+    is_private = len(remade.users) == len(item.users) == 1 and is_te(product, "gemm")
+    if not is_private or product > place or any(user < place for user in product.users):
         return False
-    for node in reversed((remade, item, product)):
+    for node in (product, item, remade):
         place.append(node)
     for codes in _codes_of_gradients(product, remade):
         if _can_be_made_again(codes, place):

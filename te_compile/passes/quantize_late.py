@@ -1,8 +1,8 @@
 """Quantise a weight right before the product that reads it.
 
-Where products quantise their weights themselves (``cache_weights=False``), tracing leaves those quantizes where autograd
-came to them, before that of the other operand: there the copy of a weight would lie beside all that a producer reads and
-writes. Nothing holds it there, for it is made of inputs of the graph alone.
+Where products quantise their weights themselves (``cache_weights=False``), tracing leaves those quantizes where
+autograd came to them, before that of the other operand: there the copy of a weight would lie beside all that a producer
+reads and writes. Nothing holds it there, for it is made of inputs of the graph alone.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def matrices_read_by(producer: Node) -> list[Node]:
     arguments = arguments_of(producer)
     if "spec" not in arguments:
         return [arguments["x"]]
-    found, start = [], 0
+    found: list[Node] = []
+    start = 0
     for given in Spec.parse(arguments["spec"]).inputs:
         tensors = arguments["inputs"][start : start + given.tensors]
         found += tensors if given.place is Place.FULL else []

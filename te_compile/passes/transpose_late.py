@@ -1,9 +1,9 @@
 """Write one layout where memory is tightest, and the other one when that has passed.
 
 The peak of a backward pass lies where an activation's gradient is quantised: the gradient of its result and what its
-forward read are there in high precision, and q and qᵀ beside them. But dgrad reads q alone, and wgrad can wait. So such
-a producer writes q, and qᵀ is made of q, by a copy of bytes, before the product that reads it: by then what the producer
-read is gone. The bits are those that the producer would have written.
+forward read are there in high precision, and q and qᵀ beside them. But dgrad reads q alone, and wgrad can wait. So
+such a producer writes q, and qᵀ is made of q, by a copy of bytes, before the product that reads it: by then what the
+producer read is gone. The bits are those that the producer would have written.
 
 Producers of one matrix alone are left: what they read is as large as what they write, and writing both at once is less
 work. So are those of matrices whose length is symbolic: how many zeros fill it up is not known to the graph.
