@@ -25,6 +25,13 @@ from benchmarks.measure import DEVICE, Runnable, Variant
 OUTPUT_DB, GRADIENT_DB = 20.0, 14.0
 """How many decibels of signal over error te_fp8's output and each of its gradients must keep."""
 
+SAVING: dict[str, dict[str, Any]] = {
+    "te_fp8_uncached": {"cache_weights": False},
+    "te_fp8_save_memory": {"save_memory": True},
+    "te_fp8_current_save_memory": {"recipe": "current", "save_memory": True},
+}
+"""Variants of te_fp8 that take less memory, and their options."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -108,6 +115,8 @@ def variants(work: Work) -> Iterator[Variant]:
     yield Variant("te_fp8", partial(compiled, work, backend="te_fp8"), ours=True)
     current = partial(compiled, work, backend="te_fp8", options={"recipe": "current"})
     yield Variant("te_fp8_current", current, ours=True)
+    for name, options in SAVING.items():
+        yield Variant(name, partial(compiled, work, backend="te_fp8", options=options), ours=True)
 
 
 def torchao(work: Work, recipe: str) -> Runnable:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure, peers
+from benchmarks.layer import SAVING
 from benchmarks.measure import DEVICE, Runnable, Variant
 from te_compile.passes import manager
 from tests.fuzz.emulation import Fp8Products, Scales, statuses_of
@@ -190,6 +191,9 @@ def variants(task: Task) -> Iterator[Variant]:
                 yield Variant(f"te_layers_{recipe}", partial(transformer_engine, task, recipe, rewritten))
     yield Variant("te_fp8", partial(compiled, task, backend="te_fp8"), ours=True)
     yield Variant("te_fp8_current", partial(compiled, task, backend="te_fp8", options={"recipe": "current"}), ours=True)
+    if task.work == "train":
+        for name, options in SAVING.items():
+            yield Variant(name, partial(compiled, task, backend="te_fp8", options=options), ours=True)
     if task.work == "decode":
         graphs = {"mode": "reduce-overhead"}
         yield Variant("te_fp8_graphs", partial(compiled, task, backend="te_fp8", options=graphs), ours=True)

@@ -18,7 +18,7 @@ from te_compile.passes.arguments import is_te
 from te_compile.passes.prune_outputs import PRODUCERS
 
 
-def _is_tangent(node: Node) -> bool:
+def is_tangent(node: Node) -> bool:
     """Is ``node`` a gradient that the backward pass is given?"""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
@@ -31,7 +31,7 @@ def tag_memory(graph: Graph) -> int:
     marked = 0
     of_gradients: set[Node] = set()
     for node in graph.nodes:
-        if _is_tangent(node) or not of_gradients.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not of_gradients.isdisjoint(node.all_input_nodes):
             of_gradients.add(node)
         elif node.meta.get("partitioner_tag") == "is_backward" and any(is_te(node, name) for name in PRODUCERS):
             node.meta["partitioner_tag"] = "must_be_in_backward"

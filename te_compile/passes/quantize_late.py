@@ -12,13 +12,15 @@ import operator
 from torch.fx import Graph, Node
 
 from te_compile.passes.arguments import is_te
+from te_compile.passes.memory import is_tangent
 from te_compile.passes.remake_transposed import matrices_read_by
 
 
 def quantize_late(graph: Graph) -> int:
     """Move each quantize of a graph's inputs to its first reader; returns how many."""
     moved = 0
-    for node in [each for each in graph.nodes if is_te(each, "quantize") or is_te(each, "fused_quantize")]:
+    quantizes = [node for node in graph.nodes if is_te(node, "quantize") or is_te(node, "fused_quantize")]
+    for node in reversed(quantizes):  # the last one to move stands next to the product: that of the weight
         items = sorted(node.users)
         readers = [reader for item in items for reader in item.users]
         if not readers or not all(map(_is_input, matrices_read_by(node))):
@@ -35,4 +37,4 @@ def _is_input(node: Node) -> bool:
     """Is ``node`` an input of the graph, or another form of one: a view, a cast, padded?"""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder"
+    return node.op == "placeholder" and not is_tangent(node)

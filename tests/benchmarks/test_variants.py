@@ -18,6 +18,7 @@ def with_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OURS = ["te_fp8", "te_fp8_current"]
+SAVING = ["te_fp8_uncached", "te_fp8_save_memory", "te_fp8_current_save_memory"]
 LAYER = ["eager", "compile", "compile_autotune", "torchao_tensorwise", "torchao_rowwise", "torchao_rowwise_with_gw_hp"]
 LAYER += ["te_linear_bf16", "te_linear_delayed", "te_layer_bf16", "te_layer_delayed", "te_layer_current"]
 LAYER += ["te_layer_block"]
@@ -31,14 +32,14 @@ def offered(model: str, work: str) -> list[str]:
 
 @pytest.mark.usefixtures("with_peers")
 def test_the_layer_stands_beside_every_form_of_both_peers() -> None:
-    assert [variant.name for variant in layer.variants(layer.Work())] == [*LAYER, *OURS]
+    assert [variant.name for variant in layer.variants(layer.Work())] == [*LAYER, *OURS, *SAVING]
 
 
 @pytest.mark.usefixtures("with_peers")
 @pytest.mark.parametrize("model", list(models.MODELS))
 def test_training_stands_beside_swapped_modules_and_llama_beside_a_rewrite_by_hand(model: str) -> None:
     rewritten = BY_HAND if model == "llama8b" else []
-    expected = ["eager", "compile", "torchao_tensorwise", "torchao_rowwise", *SWAPPED, *rewritten, *OURS]
+    expected = ["eager", "compile", "torchao_tensorwise", "torchao_rowwise", *SWAPPED, *rewritten, *OURS, *SAVING]
     assert offered(model, "train") == expected
 
 
@@ -53,7 +54,7 @@ def test_inference_stands_beside_quantised_weights_and_decoding_beside_cuda_grap
 def test_without_peers_ours_still_stands_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "HAVE_TORCHAO", False)
     monkeypatch.setattr(peers, "HAVE_TRANSFORMER_ENGINE", False)
-    assert offered("bert_large", "train") == ["eager", "compile", *OURS]
+    assert offered("bert_large", "train") == ["eager", "compile", *OURS, *SAVING]
 
 
 def test_only_ours_must_run_and_be_right() -> None:

@@ -1,0 +1,90 @@
+"""On a GPU: how much less memory a step takes, and that its numbers are the same ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compiling import BACKEND, train_step
+from tests.test_save_memory import Gated, Layer
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
+
+WIDTH, TOKENS = 1024, 4096
+UNCACHED = {"cache_weights": False}
+LEAN = {"save_memory": True}
+
+
+def stack(make: type[Layer] | type[Gated], layers: int = 3) -> nn.Module:
+    return nn.Sequential(*(make(WIDTH) for _ in range(layers))).to("cuda", torch.bfloat16)
+
+
+def data() -> Tensor:
+    return torch.randn(2, TOKENS // 2, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def fast(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend=BACKEND, options={"cost_model": False, **options})
+
+
+def peak_of(model: nn.Module, x: Tensor, **options: Any) -> int:
+    """Bytes beyond what lay there before, in a step whose scales are known and whose kernels are compiled."""
+    run = fast(model, **options)
+    for _ in range(3):
+        train_step(model, run, x)
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = run(x)
+    output.float().square().mean().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("make", [Layer, Gated])
+def test_each_option_lowers_the_peak(make: type[Layer] | type[Gated]) -> None:
+    model, x = stack(make), data()
+    peaks = []
+    for options in ({}, UNCACHED, LEAN):
+        torch._dynamo.reset()
+        peaks.append(peak_of(model, x, **options))
+    cached, uncached, lean = peaks
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    assert uncached < cached - weights, "a copy of each weight at the least"
+    # The codes of every layer's inputs: of two norms and attention, or of one norm, and of the activation.
+    codes = (3 + 4 if make is Layer else 1 + 2) * WIDTH * TOKENS
+    assert lean < uncached - 2 * codes, "two layers of three have all of theirs at the peak"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("options", [UNCACHED, LEAN], ids=["uncached", "save_memory"])
+@pytest.mark.parametrize("make", [Layer, Gated])
+def test_gradients_are_the_same_to_the_bit(
+    make: type[Layer] | type[Gated], options: dict[str, Any], recipe: str
+) -> None:
+    model = stack(make, layers=2)
+    other, x = copy.deepcopy(model), data()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        one, two = fast(model, recipe=recipe), fast(other, recipe=recipe, **options)
+        for _ in range(3):
+            y, expected = train_step(model, one, x)
+            z, got = train_step(other, two, x)
+            assert torch.equal(y, z)
+            for name, gradient in expected.items():
+                assert torch.equal(got[name], gradient), name
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,116 @@
+"""qᵀ is made again in the backward pass exactly where that has what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from te_compile.passes import manager
+from te_compile.passes.arguments import arguments_of
+from te_compile.passes.manager import Compilation
+from te_compile.passes.prune_outputs import PRODUCERS
+from tests.compiling import compiled, te_nodes, train_step
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def of(function: Callable[[nn.ModuleDict, Tensor], Tensor], *inputs: Tensor, **options: Any) -> Compilation:
+    """The record of one step of a model with two linears, ``a`` [64, 32] and ``b`` [32, 64], and a ``norm``."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": nn.Linear(32, 64), "b": nn.Linear(64, 32), "norm": nn.LayerNorm(32)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.parts, x)
+
+    model = Model()
+    with manager.recording() as records:
+        train_step(model, compiled(model, save_memory=True, **options), *(inputs or (torch.randn(24, 32),)))
+    (record,) = records
+    return record
+
+
+def made_again(record: Compilation) -> list[Node]:
+    """What writes a transposed copy of an input, and no other one, in the order of the graph."""
+    nodes = [node for name in PRODUCERS for node in te_nodes(record, name)]
+    inputs = [node for node in nodes if arguments_of(node)["dtype"] == torch.float8_e4m3fn]
+    alone = [node for node in inputs if arguments_of(node)["columnwise"] and not arguments_of(node)["rowwise"]]
+    return [node for node in sorted(alone) if node.args[0] not in node.graph.find_nodes(op="placeholder")]
+
+
+def count(record: Compilation) -> int:
+    return next(each.count for each in record.passes if each.name == "remake_transposed")
+
+
+@pytest.mark.parametrize("activation", [F.gelu, F.silu, torch.tanh, lambda x: F.relu(x).square()])
+def test_an_activation_is_quantised_again_from_what_its_backward_reads(activation: Callable[[Tensor], Tensor]) -> None:
+    record = of(lambda parts, x: parts["b"](activation(parts["a"](x))))
+    assert count(record) == 1
+    (again,) = made_again(record)
+    first = next(each for each in te_nodes(record, "fused_quantize") if each.args[0] == again.args[0])
+    assert first is not again and arguments_of(first)["rowwise"] and not arguments_of(first)["columnwise"]
+    assert [arguments_of(each)["spec"] for each in (first, again)].count(arguments_of(again)["spec"]) == 2
+    assert arguments_of(first)["scale"] is arguments_of(again)["scale"]
+
+
+def test_a_norm_is_quantised_again_from_its_input() -> None:
+    record = of(lambda parts, x: parts["b"](parts["a"](parts["norm"](x.sin()))))
+    (again,) = made_again(record)
+    assert again in te_nodes(record, "norm_quantize") and not arguments_of(again)["emit"]
+
+
+def test_a_norm_that_others_read_too_is_given_to_them_once() -> None:
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = parts["norm"](x.sin())
+        return y + parts["b"](F.gelu(parts["a"](y)))
+
+    record = of(run)
+    emitting = [arguments_of(node)["emit"] for node in sorted(te_nodes(record, "norm_quantize"))]
+    assert emitting == [True, False] and count(record) == 2
+
+
+def test_what_attention_gives_is_quantised_again_from_itself() -> None:
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        heads = parts["a"](x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return parts["b"](F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+    record = of(run, torch.randn(2, 24, 32))
+    assert [node.args[2] for node in made_again(record)] == [torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize(
+    ("why", "run"),
+    [
+        ("it is handed in", lambda parts, x: parts["a"](x)),
+        ("nobody's backward reads a sum", lambda parts, x: parts["b"](parts["a"](x) + 1)),
+    ],
+)
+def test_what_nobody_else_keeps_is_kept_transposed(why: str, run: Callable[[nn.ModuleDict, Tensor], Tensor]) -> None:
+    record = of(run)
+    assert count(record) == 0 and not made_again(record), why
+    both = [node for name in PRODUCERS for node in te_nodes(record, name) if arguments_of(node)["columnwise"]]
+    assert any(arguments_of(node)["rowwise"] for node in both)
+
+
+def test_a_frozen_weight_wants_no_transposed_copy() -> None:
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        parts["b"].weight.requires_grad_(False)
+        return parts["b"](F.gelu(parts["a"](x)))
+
+    assert count(of(run)) == 0
+
+
+def test_a_region_that_is_recomputed_as_a_whole_is_left() -> None:
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: parts["b"](F.gelu(parts["a"](x))), x, use_reentrant=False)
+
+    assert count(of(run)) == 0
