@@ -414,6 +414,17 @@ def test_beside_other_processes_gradients_go_through_autograd(added: list[Tensor
     assert not added
 
 
+@pytest.mark.slow
+def test_compiled_autograd_adds_up_gradients_itself(added: list[Tensor]) -> None:
+    def traced(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            backward(model, run, x)
+
+    # Of states that backwards update compiled autograd knows nothing, with or without products that add.
+    both_ways(traced, recipe="current")
+    assert not added
+
+
 # --- what products cannot add to --------------------------------------------------------------------------------------
 
 
@@ -444,6 +455,29 @@ def test_a_gradient_of_another_kind_is_autograds(another: Callable[[Tensor], Ten
         model.a.weight.grad = another(model.a.weight.grad)
 
     model, _ = both_ways(backward, replaced)
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]
+
+
+def test_a_gradient_made_in_inference_mode_is_autograds_to_refuse(added: list[Tensor]) -> None:
+    model = Mlp()
+    run = compiled(model)
+    backward(model, run, batch())
+    with torch.inference_mode():
+        gradient = torch.zeros_like(model.a.weight)
+    model.a.weight.grad = gradient
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        backward(model, run, batch())
+    assert all(each is not gradient for each in added)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have their tensors' dtypes")
+def test_gradients_of_another_dtype_are_autograds(added: list[Tensor]) -> None:
+    def wide(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        model.a.weight.grad_dtype = torch.float64
+        backward(model, run, x)
+
+    model, _ = both_ways(backward, wide)
+    assert model.a.weight.grad.dtype == torch.float64
     assert [gradient.shape for gradient in added] == [model.b.weight.shape]
 
 
