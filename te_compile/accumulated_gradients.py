@@ -43,11 +43,10 @@ def gradient_to_add_to(
     if len(leaves) != inputs or type(leaf := leaves[place][0]).__name__ != _LEAF:
         return None
     parameter = leaf.variable
-    if type(parameter) not in _PLAIN or not _is_reached(leaf) or _is_watched(leaf, parameter):
+    gradient = parameter.grad if type(parameter) in _PLAIN else None
+    if gradient is None or not _fits(gradient, size, dtype, device):  # first what is cheap to ask
         return None
-    gradient = parameter.grad
-    fits = gradient is not None and _fits(gradient, size, dtype, device) and parameter.dtype == dtype
-    return gradient if fits else None
+    return gradient if _is_reached(leaf) and not _is_watched(leaf, parameter) else None
 
 
 def added_to(gradient: Tensor) -> None:
