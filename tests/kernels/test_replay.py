@@ -113,6 +113,25 @@ def test_the_third_call_of_a_kind_replays_with_its_own_data(core: Core, with_y: 
     assert core.calls == [(0, 3.0, 5, STREAM_NUMBER), (0, 1.0, 5, STREAM_NUMBER)] * 6
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_call_that_adds_to_a_tensor_and_returns_none_is_replayed(core: Core, placed: bool) -> None:
+    ran = []
+
+    def add(x: Tensor, to: Tensor) -> tuple[()]:
+        ran.append(x)
+        native.call(core.axpy, 0, x, to, to, 3.0, x.shape[0], STREAM)
+        return ()
+
+    operator = Replayed("add", add)
+    replayed = operator.site() if placed else operator
+    for _ in range(6):
+        x, to = torch.randn(5), torch.randn(5)
+        wanted = 3 * x + to
+        assert replayed(x, to) == ()
+        torch.testing.assert_close(to, wanted)
+    assert len(ran) == 2 and len(core.calls) == 6
+
+
 def test_results_keep_their_memory_while_later_calls_are_made(core: Core) -> None:
     replayed, x = Replayed("axpy", Operator(core)), torch.randn(4)
     kept = [replayed(x, None, float(factor))[0] for factor in (1, 1, 1, 1)]
