@@ -42,9 +42,8 @@ def test_the_second_linear_of_an_mlp_waits_for_the_backward_of_the_activation(sa
     assert product(record, "down dgrad") < activation
     assert delayed(record) == save_memory
     # The residual's gradient is read by the norm's backward, and so its codes need not wait.
-    of_residual = [
-        node for node in gradients if node.args[0] == [product(record, "down dgrad").args[0].args[0].args[0][0]]
-    ]
+    residual = product(record, "down dgrad").args[0].args[0].args[0]
+    of_residual = [node for node in gradients if node.args[0] == residual]
     assert [(node.args[4], node.args[5]) for node in of_residual] == (
         [(True, False), (False, True)] if save_memory else [(True, True)]
     )

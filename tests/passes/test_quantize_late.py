@@ -34,7 +34,7 @@ def test_a_product_follows_the_quantize_of_its_weight(make: type[Layer] | type[G
     nodes = [*te_nodes(record, "quantize"), *te_nodes(record, "fused_quantize")]
     of_weights = [node for node in nodes if all(source.op == "placeholder" for source in read(node))]
     of_weights = [node for node in of_weights if is_weight(node)]
-    assert len(of_weights) == 2 * len(list(record.plan.sites))
+    assert len(of_weights) == 2 * len(record.plan.sites)
     assert all(arguments_of(next_call(node))["label"].endswith(("forward", "dgrad")) for node in of_weights)
 
 

@@ -1,0 +1,178 @@
+"""Estimate the peak memory of a training step without a GPU, from Inductor's own schedules at real sizes.
+
+Models are built of fake tensors, which have shapes and no memory, and compiled as far as a schedule: then Inductor
+accounts for what is alive at each of its steps, as it does to choose their order. Nothing runs. Kernels are chosen
+as on a Hopper GPU, while code is scheduled for a CPU, which fuses much the same. The layer has no biases here, for the
+sums that are their gradients have large temporaries in fp32 in CPU code alone. Workspaces of libraries come on top of
+every estimate.
+
+One row per variant, in GiB: the peaks of forward and backward with all that the caller holds, and what waits between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.memory as inductor_memory
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
+
+from benchmarks.layer import SAVING, Layer, Work
+from benchmarks.models import MODELS
+from te_compile import compilers
+from te_compile.backend import te_fp8
+from te_compile.inspect.from_config import _make_fake
+from te_compile.ops import deferred_gradient, registry
+from te_compile.passes import manager
+
+GIB = 2**30
+VARIANTS: dict[str, dict[str, Any] | None] = {"compile": None, "te_fp8": {}, **SAVING}
+"""The options of te_fp8; None for torch.compile."""
+
+
+@dataclass
+class Schedule:
+    """What Inductor says of one direction, in bytes: the most that is alive, and what waits for it as it begins."""
+
+    peak: int
+    saved: int
+
+
+class _EnoughError(Exception):
+    """The schedule is known; no code is wanted."""
+
+
+def schedule_of(scheduler: Scheduler) -> Schedule:
+    """The account of a finished schedule. Parameters and inputs of the forward, which the caller holds, are not in."""
+    inputs, outputs = OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names())
+    named = scheduler.name_to_buf, scheduler.name_to_fused_node
+    _, freeable = inductor_memory.prepare_planning_info(scheduler.nodes, *named, inputs, outputs)
+    peak, _ = inductor_memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
+    return Schedule(peak, sum(each.mpi_buffer.size_free for each in freeable.values()))
+
+
+@contextmanager
+def scheduling(found: dict[bool, Schedule]) -> Iterator[Callable[..., Any]]:
+    """Gives a compile_fx that stops at schedules and notes them in ``found``, by whether they are a backward's."""
+
+    def stop(scheduler: Scheduler) -> None:
+        found[V.graph.is_backward] = schedule_of(scheduler)
+        raise _EnoughError
+
+    def inner(gm: Any, inputs: Any, **given: Any) -> Any:
+        with mock.patch.object(Scheduler, "codegen", stop):
+            try:
+                compile_fx_inner(gm, inputs, **given)
+            except Exception as error:
+                if not _is_enough(error):
+                    raise
+        (results,) = gm.graph.output_node().args
+        values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in results]
+
+        def run(arguments: list[Any]) -> list[Any]:
+            arguments.clear()
+            return [torch.empty_like(each) if isinstance(each, Tensor) else each for each in values]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(force_disable_caches=True))
+        hopper = staticmethod(lambda device: registry.Target("cuda", (9, 0)))
+        stack.enter_context(mock.patch.object(registry.Target, "of", hopper))
+        # A ticket is a number, which a fake one has not.
+        stack.enter_context(mock.patch.object(deferred_gradient, "_number_of", lambda ticket: -1))
+        compile_to_schedule = partial(compile_fx, inner_compile=inner)
+        stack.enter_context(mock.patch.object(compilers, "compile_fx", compile_to_schedule))
+        yield compile_to_schedule
+
+
+def _is_enough(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, _EnoughError):
+        error = error.__cause__ or error.__context__ or getattr(error, "inner_exception", None)
+    return error is not None
+
+
+def estimated(variant: str, model: nn.Module, step: Callable[[Any], None], held: int) -> dict[str, Any]:
+    """A row. ``step`` runs the compiled model forward and backward; held: bytes that the caller has all the time."""
+    found: dict[bool, Schedule] = {}
+    options = VARIANTS[variant]
+    torch._dynamo.reset()
+    with manager.recording() as records, scheduling(found) as schedule:
+        if options is None:
+            step(torch.compile(model, backend=lambda gm, inputs: schedule(gm, inputs)))
+        else:
+            step(torch.compile(model, backend=te_fp8, options={"cost_model": False, **options}))
+    held += sum(2 * rows * columns for each in records for g in each.plan.groups for rows, columns in g.layout.copies)
+    forward, backward = (found[is_backward].peak + held for is_backward in (False, True))
+    row = {"forward_gib": forward, "backward_gib": backward, "peak_gib": max(forward, backward)}
+    return {"name": variant, **{k: v / GIB for k, v in row.items()}, "saved_gib": found[True].saved / GIB}
+
+
+def layer(work: Work) -> tuple[nn.Module, Callable[[Any], None], int]:
+    """benchmarks.layer's model and step, and what its caller holds: weights, x and, in backward, y."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model = Layer(work, linear=partial(nn.Linear, bias=False)).to(torch.bfloat16)
+    _make_fake(model, fake, "cpu")
+    with fake:
+        shape = (work.batch, work.sequence, work.hidden)
+        x, dy = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    return model, lambda run: run(x).backward(dy), _bytes_of(model) + 2 * x.nbytes
+
+
+def llama(layers: int) -> tuple[nn.Module, Callable[[Any], None], int]:
+    """benchmarks.models' Llama of so many layers, and what its caller holds."""
+    import transformers
+
+    fake, of = FakeTensorMode(allow_non_fake_inputs=True), MODELS["llama8b"]
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**{**of.parameters, "num_hidden_layers": layers, **tokens})
+    config._attn_implementation, config.use_cache = "sdpa", False
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    _make_fake(model, fake, "cpu")
+    with fake:
+        ids = torch.zeros(of.train, dtype=torch.int64)
+    return model, lambda run: run(input_ids=ids, labels=ids).loss.backward(), _bytes_of(model)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def main() -> int:
+    """Estimate every chosen variant; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--work", choices=("layer", "llama"), default="layer")
+    parser.add_argument("--hidden", type=int, default=Work.hidden, help="of the layer (%(default)s)")
+    parser.add_argument("--sequence", type=int, default=Work.sequence, help="of the layer (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
+    parser.add_argument("--only", default=",".join(VARIANTS), help="(%(default)s)")
+    given = parser.parse_args()
+    for variant in given.only.split(","):
+        if variant not in VARIANTS:
+            raise SystemExit(f"--only: no {variant!r}; there are {', '.join(VARIANTS)}")
+        size = {"hidden": given.hidden, "intermediate": 4 * given.hidden, "sequence": given.sequence}
+        made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers)
+        print(json.dumps({"what": given.work, **estimated(variant, *made)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
