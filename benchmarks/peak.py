@@ -2,8 +2,7 @@
 
 Models are built of fake tensors, which have shapes and no memory, and compiled as far as a schedule: then Inductor
 accounts for what is alive at each of its steps, as it does to choose their order. Nothing runs. Kernels are chosen
-as on a Hopper GPU, while code is scheduled for a CPU, which fuses much the same. The layer has no biases here, for the
-sums that are their gradients have large temporaries in fp32 in CPU code alone. Workspaces of libraries come on top of
+as on a Hopper GPU, while code is scheduled for a CPU, which fuses much the same. Workspaces of libraries come on top of
 every estimate.
 
 One row per variant, in GiB: the peaks of forward and backward with all that the caller holds, and what waits between.
@@ -26,7 +25,7 @@ import torch._inductor.memory as inductor_memory
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.scheduler import Scheduler
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
@@ -61,8 +60,19 @@ def schedule_of(scheduler: Scheduler) -> Schedule:
     inputs, outputs = OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names())
     named = scheduler.name_to_buf, scheduler.name_to_fused_node
     _, freeable = inductor_memory.prepare_planning_info(scheduler.nodes, *named, inputs, outputs)
+    for node in scheduler.nodes:
+        _forget_what_is_local(node, outputs)
     peak, _ = inductor_memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
     return Schedule(peak, sum(each.mpi_buffer.size_free for each in freeable.values()))
+
+
+def _forget_what_is_local(node: BaseSchedulerNode, outputs: OrderedSet[str]) -> None:
+    """What one kernel computes and reads is never in memory, which the account does not know."""
+    inside = {each.get_name() for each in node.get_nodes()}
+    for buffer in node.get_outputs():
+        is_local = all(user.get_name() in inside for user in buffer.users)
+        if is_local and len(inside) > 1 and buffer.get_name() not in outputs:
+            buffer.mpi_buffer.size_alloc = buffer.mpi_buffer.size_free = 0
 
 
 @contextmanager
@@ -127,7 +137,7 @@ def layer(work: Work) -> tuple[nn.Module, Callable[[Any], None], int]:
     """benchmarks.layer's model and step, and what its caller holds: weights, x and, in backward, y."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = Layer(work, linear=partial(nn.Linear, bias=False)).to(torch.bfloat16)
+        model = Layer(work).to(torch.bfloat16)
     _make_fake(model, fake, "cpu")
     with fake:
         shape = (work.batch, work.sequence, work.hidden)

@@ -1,0 +1,44 @@
+"""The estimate of peaks without a GPU: what it tells apart, and that nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import peak
+from benchmarks.layer import Work
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+WORK = Work(hidden=256, intermediate=1024, heads=4, sequence=512, batch=4)
+
+
+def rows(*variants: str) -> list[dict[str, float]]:
+    return [peak.estimated(variant, *peak.layer(WORK)) for variant in variants]
+
+
+def test_each_option_lowers_the_estimate() -> None:
+    cached, uncached, lean = rows("te_fp8", "te_fp8_uncached", "te_fp8_save_memory")
+    assert lean["peak_gib"] < uncached["peak_gib"] < cached["peak_gib"]
+    assert lean["saved_gib"] < uncached["saved_gib"]
+
+
+def test_the_copies_of_weights_and_what_waits_are_counted_to_the_byte() -> None:
+    """Scales and row statistics are small beside it."""
+    cached, uncached, lean = rows("te_fp8", "te_fp8_uncached", "te_fp8_save_memory")
+    weights = 12 * WORK.hidden**2
+    assert (cached["forward_gib"] - uncached["forward_gib"]) * peak.GIB == pytest.approx(2 * weights, rel=0.6)
+    tokens, codes = WORK.batch * WORK.sequence, 3 * WORK.hidden + WORK.intermediate
+    assert (uncached["saved_gib"] - lean["saved_gib"]) * peak.GIB == pytest.approx(tokens * codes, rel=0.01)
+
+
+def test_torch_compile_is_estimated_as_well_and_nothing_is_left_behind() -> None:
+    (row,) = rows("compile")
+    assert 0 < row["saved_gib"] < row["peak_gib"]
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    assert torch.compile(layer, backend="eager")(torch.ones(2, 16)).shape == (2, 16)
+
+
+def test_a_variant_that_does_not_exist_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["peak", "--only", "te_fp9"])
+    with pytest.raises(SystemExit, match="no 'te_fp9'; there are compile, te_fp8"):
+        peak.main()
