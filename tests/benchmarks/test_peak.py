@@ -22,7 +22,7 @@ def test_each_option_lowers_the_estimate() -> None:
     assert lean["saved_gib"] < uncached["saved_gib"]
 
 
-def test_the_copies_of_weights_and_what_waits_are_counted_to_the_byte() -> None:
+def test_the_copies_of_weights_and_what_waits_are_counted() -> None:
     """Scales and row statistics are small beside it."""
     cached, uncached, lean = rows("te_fp8", "te_fp8_uncached", "te_fp8_save_memory")
     weights = 12 * WORK.hidden**2
