@@ -169,6 +169,8 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
     patches = asked_of_inductor(options)
     kernels = KernelsAhead(compilation, options)
     patches[_JOINT] = JointPasses(compilation, options, _taken(patches, _JOINT), kernels.order)
+    if options.save_memory:
+        buffers.stop_keeping_workspaces()
     if captures_cuda_graphs(options):
         buffers.stop_lending()
     else:  # a replayed graph launches the copy of all scales with the rest, and nobody waits for the host

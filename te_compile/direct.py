@@ -30,6 +30,11 @@ class IntoGrad:
         self.gemm, self.add = gemm, add
         self.run = into_grad(gemm, add)
 
+    @property
+    def tapes(self) -> dict[Any, Any]:
+        """Of the product that adds; the other one's are te::gemm's."""
+        return self.add.tapes
+
     def __call__(self, *arguments: Any, **named: Any) -> Tensor | None:
         """Run the operator."""
         return self.run(*arguments, **named)

@@ -32,6 +32,7 @@ _STRIDE = 4  # fp32 elements from one number to the next: all are aligned alike,
 
 _cleared: dict[tuple[int, int, str], list[Tensor]] = {}  # by device, stream and kind
 _lending = {"stopped": False}
+_keeping = {"stopped": False}
 _lent: list[Tensor] = []  # for a measurement that is going on
 _HERE: AbstractContextManager[object] = nullcontext()
 
@@ -110,7 +111,8 @@ def workspace(like: Tensor, count: int) -> Tensor:
     with unrecorded():
         made = empty(like, (count,), torch.uint8)
     if here.recorder is not None:
-        here.recorder.made(made, Workspace(count))
+        how = Fresh((count,), (1,), torch.uint8) if _keeping["stopped"] else Workspace(count)
+        here.recorder.made(made, how)
     return made
 
 
@@ -189,6 +191,13 @@ def stop_lending() -> None:
     is asked about every tensor that outlives them."""
     _lending["stopped"] = True
     _cleared.clear()
+    lent_workspaces.clear()
+
+
+def stop_keeping_workspaces() -> None:
+    """From now on each call makes its own, which costs the host a microsecond. What is kept between calls is memory
+    that nothing else can have where memory is tightest."""
+    _keeping["stopped"] = True
     lent_workspaces.clear()
 
 

@@ -147,3 +147,14 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         sanitize.parsed(arguments)
     assert "choose from memcheck, racecheck" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_case_runs_under_its_own_tools_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitize, "CASES", (Case("it", "nothing", tools=("memcheck",)),))
+    monkeypatch.setattr(sanitize, "run", lambda case, tool, *_: {"passed": 1, "errors": 0})
+    monkeypatch.setenv("COMPUTE_SANITIZER", str(pretend_sanitizer(tmp_path, "")))
+    assert sanitize.main(["--cases", "it", "--logs", str(tmp_path)]) == 0
+    assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["plain", "memcheck"]

@@ -71,8 +71,8 @@ def test_each_sum_is_rounded_once_replayed_or_not(dtype: torch.dtype, by: str, m
         assert into_parameter(weight, call) is None and weight.grad is gradient and gradient._version > version
         a, b, a_scale_inv, b_scale_inv = given
         exact = (a.double() @ b.double().t()) * (a_scale_inv.double() * b_scale_inv.double()) + before
-        # Tensor cores add products of one sum with fewer bits than fp32 has: some 2^-13 of the largest.
-        step = 0.5 * torch.finfo(dtype).eps * exact.abs() + 2**-13 * exact.abs().max() * 2**-4
+        # Tensor cores add the products of one sum with fewer bits than fp32 has: some 2^-13 of the largest partial one.
+        step = 0.5 * torch.finfo(dtype).eps * exact.abs() + 2**-13 * exact.abs().max()
         assert bool(((gradient.double() - exact).abs() <= step).all())
     assert len(add.tapes) == 1 and None not in add.tapes.values(), "it is not replayed"
 
@@ -132,13 +132,22 @@ def test_on_a_stream_of_the_users_own_gradients_are_returned(added: list[Tensor]
 
 
 def test_replayed_cuda_graphs_add_nothing_themselves(added: list[Tensor]) -> None:
+    """To gradients that are the user's own: those that a graph made are overwritten when it runs again."""
     model = Mlp().cuda().bfloat16()
     batches = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
-    got, record = summed(model, batches, **{"triton.cudagraphs": True})
-    assert not added and not te_nodes(record, "gemm_into_grad")
     expected, _ = summed(model, batches, accumulate_in_products=False)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, rtol=2**-6, atol=float(gradient.abs().max()) * 2**-6)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch._dynamo.reset()
+    with manager.recording() as records:
+        run = compiled(model, compiler="inductor", cost_model=False, **{"triton.cudagraphs": True})
+        for x in batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            backward(run, x)
+    assert not added and not te_nodes(records[0], "gemm_into_grad")
+    for name, gradient in gradients(model).items():
+        largest = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=2**-6, atol=largest * 2**-6)
 
 
 def test_a_backward_pass_makes_no_memory_for_gradients_that_are_there(added: list[Tensor]) -> None:

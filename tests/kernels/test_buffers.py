@@ -128,6 +128,7 @@ def test_a_workspace_is_noted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
             noted.append((tensor, make))
 
     monkeypatch.setattr(recording.here, "recorder", Recorder())
+    monkeypatch.setattr(buffers, "_keeping", {"stopped": False})
     made = buffers.workspace(torch.zeros(2), 48)
     ((tensor, make),) = noted
     assert tensor is made and made.shape == (48,) and made.dtype == torch.uint8
@@ -135,6 +136,21 @@ def test_a_workspace_is_noted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "_empty_on_current_device", torch._C._dynamo.guards._empty_strided_cpu)
     again = make(0, 77)
     assert again.shape == (48,) and again.data_ptr() != made.data_ptr()
+
+
+def test_where_memory_is_to_be_saved_no_workspace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+
+    class Recorder:
+        def made(self, tensor: torch.Tensor, make: Any) -> None:
+            noted.append(make)
+
+    monkeypatch.setattr(recording.here, "recorder", Recorder())
+    monkeypatch.setattr(buffers, "_keeping", {"stopped": False})
+    monkeypatch.setattr(buffers, "lent_workspaces", {(0, 77, 48): [torch.zeros(48)]})
+    buffers.stop_keeping_workspaces()
+    buffers.workspace(torch.zeros(2), 48)
+    assert not buffers.lent_workspaces and noted == [buffers.Fresh((48,), (1,), torch.uint8)]
 
 
 def test_where_graphs_become_cuda_graphs_no_workspace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
