@@ -469,6 +469,7 @@ def test_a_gradient_made_in_inference_mode_is_autograds_to_refuse(added: list[Te
     backward(model, run, batch())
     with torch.inference_mode():
         gradient = torch.zeros_like(model.a.weight)
+    assert not accumulated_gradients._fits(gradient, gradient.shape, gradient.dtype, gradient.device)
     model.a.weight.grad = gradient
     with pytest.raises(RuntimeError, match="inference tensor"):
         backward(model, run, batch())
