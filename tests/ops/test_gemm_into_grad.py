@@ -80,6 +80,31 @@ def test_another_node_than_the_graphs_changes_nothing(operands: Operands, place:
     assert torch.equal(result, weight.grad) and result is not weight.grad
 
 
+def test_a_gradient_of_another_shape_is_none_to_add_to(operands: Operands) -> None:
+    weight = nn.Parameter(torch.zeros(N, M))
+    weight.grad = torch.zeros(N, M)
+    found: list[Any] = []
+
+    def asked() -> Tensor:
+        found.append(GEMM_INTO_GRAD(*operands, torch.float32, "split", "fc wgrad", [M, N], 1, 2))
+        return torch.zeros(N, M)
+
+    into_parameter(weight, asked)
+    assert found[0].shape == (M, N) and not weight.grad.any()
+
+
+class Wrapper(CompiledFunction):
+    """A function of the user's own, in whose backward a compiled graph's happens to run."""
+
+
+def test_a_node_of_another_kind_is_not_the_graphs(operands: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.zeros(M, N))
+    weight.grad = torch.zeros(M, N)
+    monkeypatch.setattr(CompiledFunction, "apply", Wrapper.apply)
+    result = into_parameter(weight, lambda: GEMM_INTO_GRAD(*operands, torch.float32, "split", "fc wgrad", [M, N], 1, 2))
+    assert result is not None
+
+
 def test_outside_of_a_backward_pass_it_is_a_product(operands: Operands) -> None:
     y = GEMM_INTO_GRAD(*operands, torch.bfloat16, "split", "fc wgrad", [M, N], 0, 1)
     assert torch.equal(y, gemm_reference(*operands, None, torch.bfloat16, "split"))
