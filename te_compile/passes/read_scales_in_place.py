@@ -67,7 +67,7 @@ def _only_reads(node: Node) -> bool:
 def _postpone(snapshot: Node, update: Node, place: dict[Node, int]) -> None:
     """Copy, if anyone still wants that, right before it is too late or the first of them comes."""
     for scale in list(snapshot.users):
-        if not scale.users:
+        if not scale.users and scale.op != "output":  # which has no users, and may return the copy as a whole
             snapshot.graph.erase_node(scale)
     if not snapshot.users:
         snapshot.graph.erase_node(snapshot)

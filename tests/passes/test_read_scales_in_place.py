@@ -144,3 +144,39 @@ def test_what_reads_after_a_write_reads_the_copy(read_first: bool) -> None:
     module.recompile()
     got = module(x, state.clone())[0]
     assert torch.equal(got[0].view(torch.uint8), wanted[0].view(torch.uint8)) and got[3] == wanted[3]
+
+
+def test_a_copy_that_is_returned_as_a_whole_stays_and_so_does_the_graphs_output() -> None:
+    """Nothing reads an output, and it must not be taken for a scale that nothing reads."""
+    module = captured(read_first=True)
+    (snapshot,) = te_nodes(module.graph, "snapshot")
+    output = module.graph.output_node()
+    output.args = ((*output.args[0], snapshot),)  # type: ignore[misc]
+    module.recompile()
+    x, state = torch.randn(16, 16), torch.rand(2, 18) + 1
+    wanted = module(x, state.clone())
+    assert read_scales_in_place(module.graph) == 1
+    module.graph.lint()
+    assert list(module.graph.nodes)[-1].op == "output"
+    module.recompile()
+    got = module(x, state.clone())
+    assert torch.equal(got[0][0].view(torch.uint8), wanted[0][0].view(torch.uint8)) and torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"cache_weights": False}, {"save_memory": True}], ids=["uncached", "save_memory"])
+def test_attention_in_a_checkpoint_trains_without_kept_copies(options: dict[str, bool]) -> None:
+    """Its draw is recomputed, and the partitioner saves the copy of all scales as a whole."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda t: self.attention(t, t, t, need_weights=False)[0], x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model, batches = Attention(), [torch.randn(2, 16, 64) for _ in range(2)]
+    got = train(copy.deepcopy(model), batches, **options)
+    for one, other in zip(got, train(copy.deepcopy(model), batches), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
