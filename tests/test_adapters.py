@@ -62,7 +62,7 @@ def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
     yardstick = emulated(case.model, lambda name, module: "lm_head" not in name)
     textbook = step(Case(yardstick, case.inputs), yardstick, True, seed)
     for name, each in expected.gradients.items():
-        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.02, name
+        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.01, name
 
 
 def test_what_was_frozen_is_as_it_was(seed: int) -> None:

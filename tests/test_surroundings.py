@@ -450,4 +450,4 @@ def test_under_one_seed_dropout_is_what_it_is_without_us(
         torch._dynamo.reset()
         got_y, got = step(compiled(model, compiler=compiler, **options))
         assert cosine(got_y, y) > least
-        assert all(cosine(got[name], expected[name]) > least - 0.05 for name in expected if expected[name].dim() > 1)
+        assert all(cosine(got[name], expected[name]) > least - 0.02 for name in expected if expected[name].dim() > 1)
