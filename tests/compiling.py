@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from te_compile.backend import te_fp8
 from te_compile.passes.arguments import arguments_of, operator_of
 from te_compile.passes.manager import Compilation
+from te_compile.state_files import state_dict
 
 BACKEND = "te_fp8"
 PRODUCERS = ("quantize", "fused_quantize", "norm_quantize")
@@ -44,6 +45,21 @@ def train_step(model: nn.Module, run: Callable[..., Any], *inputs: Tensor) -> tu
     output = run(*inputs)
     output.float().square().mean().backward()
     return output.detach(), gradients(model)
+
+
+def trained(model: nn.Module, batches: list[Tensor], **options: Any) -> list[Tensor]:
+    """Results, gradients and weights of a few steps of SGD, evaluations in between, and the FP8 state at the end."""
+    fast = compiled(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: list[Tensor] = []
+    for batch in batches:
+        batch = batch.clone().requires_grad_()
+        result, found = train_step(model, fast, batch)
+        seen += [result, batch.grad.clone(), *found.values()]
+        optimizer.step()
+        with torch.no_grad():
+            seen.append(fast(batch))
+    return [*seen, *model.state_dict().values(), *state_dict(model).values()]
 
 
 def step_from(

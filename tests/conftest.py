@@ -121,3 +121,19 @@ def loss_kernels() -> Iterator[None]:
     yield
     for name in references:
         del registry._TABLE[name, "fast"]
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every gradient that a product has added to, in order."""
+    from te_compile import accumulated_gradients
+    from te_compile.ops import gemm_into_grad
+
+    found: list[torch.Tensor] = []
+
+    def noted(gradient: torch.Tensor) -> None:
+        found.append(gradient)
+        accumulated_gradients.added_to(gradient)
+
+    monkeypatch.setattr(gemm_into_grad, "added_to", noted)
+    return found

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_compile import accumulated_gradients, fallbacks
-from te_compile.ops import gemm_into_grad
 from te_compile.passes import manager
 from tests.compiling import compiled, gradients, te_nodes
 
@@ -40,19 +39,6 @@ class Mlp(nn.Module):
 
 def batch() -> Tensor:
     return torch.randn(16, WIDTH)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Every gradient that a product has added to, in order."""
-    found: list[Tensor] = []
-
-    def noted(gradient: Tensor) -> None:
-        found.append(gradient)
-        accumulated_gradients.added_to(gradient)
-
-    monkeypatch.setattr(gemm_into_grad, "added_to", noted)
-    return found
 
 
 Step = Callable[[nn.Module, Callable[..., Any], Tensor], Any]

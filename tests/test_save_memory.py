@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from te_compile import explain
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of, is_te
-from te_compile.state_files import state_dict
 from tests.backend.models import Chain, Conv1DModel, Mlp, any_length
-from tests.compiling import compiled, te_nodes, train_step
+from tests.compiling import compiled, te_nodes, train_step, trained
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -101,21 +100,6 @@ class Frozen(Layer):
 
 
 MODELS = (Layer, Gated, Odd, Recomputed, Half, Frozen)
-
-
-def trained(model: nn.Module, batches: list[Tensor], **options: Any) -> list[Tensor]:
-    """Results, gradients and weights of a few steps of SGD, evaluations in between, and the FP8 state at the end."""
-    fast = compiled(model, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    seen: list[Tensor] = []
-    for batch in batches:
-        batch = batch.clone().requires_grad_()
-        result, found = train_step(model, fast, batch)
-        seen += [result, batch.grad.clone(), *found.values()]
-        optimizer.step()
-        with torch.no_grad():
-            seen.append(fast(batch))
-    return [*seen, *model.state_dict().values(), *state_dict(model).values()]
 
 
 def assert_same_training(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any) -> None:

@@ -21,11 +21,12 @@ from torch.fx import Graph, Node
 from te_compile.ops import registry
 from te_compile.ops.gemm_into_grad import GEMM_INTO_GRAD
 from te_compile.passes.arguments import arguments_of, is_te, values_of
+from te_compile.passes.memory import is_tangent
 from te_compile.passes.new_nodes import call_like
 from te_compile.passes.pointwise_nodes import VIEWS, tensor_arguments
 from te_compile.passes.sizes import all_same
 
-_INPUT, _TANGENT = "primals_", "tangents_"
+_INPUT = "primals_"
 
 
 def accumulate_in_products(graph: Graph) -> int:
@@ -46,7 +47,7 @@ def _gradients(graph: Graph, inputs: list[Node]) -> Iterator[tuple[Node, Node]]:
     """Each input of the joint graph that has a gradient, and that; nothing if it is not certain which is whose."""
     others = [node for node in graph.find_nodes(op="placeholder") if node not in inputs]
     results = graph.output_node().args[0]
-    is_joint = bool(others) and all(node.name.startswith(_TANGENT) for node in others)
+    is_joint = bool(others) and all(map(is_tangent, others))
     if not is_joint or not isinstance(results, (list, tuple)) or len(results) < len(inputs):
         return
     pairs = list(zip(inputs, results[len(results) - len(inputs) :], strict=True))

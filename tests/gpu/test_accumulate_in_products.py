@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_compile import accumulated_gradients
 from te_compile.kernels import native, player
 from te_compile.ops import gemm_into_grad
 from te_compile.passes import manager
@@ -34,19 +33,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def by(request: pytest.FixtureRequest) -> Iterator[str]:
     with player.by_python() if request.param == "Python" else nullcontext():
         yield request.param
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Every gradient that a product has added to, in order."""
-    found: list[Tensor] = []
-
-    def noted(gradient: Tensor) -> None:
-        found.append(gradient)
-        accumulated_gradients.added_to(gradient)
-
-    monkeypatch.setattr(gemm_into_grad, "added_to", noted)
-    return found
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
