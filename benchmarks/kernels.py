@@ -356,12 +356,12 @@ def update_rows() -> Iterator[Row]:
     before = [state.clone() for state in states]
 
     def call(_: Tile | None, turn: int) -> Any:
-        scale_update.update_scales(states, amaxes, 448.0, recipe.rule(), "max")
+        scale_update.update_scales(states, [amaxes], 448.0, recipe.rule(), "max")
 
     def check(_: Any) -> bool:
         ours, wanted = ([state.clone() for state in before] for _ in range(2))
-        scale_update.update_scales(ours, amaxes, 448.0, recipe.rule(), "max")
-        update_scales_reference(wanted, amaxes, 448.0, recipe)
+        scale_update.update_scales(ours, [amaxes], 448.0, recipe.rule(), "max")
+        update_scales_reference(wanted, [amaxes], 448.0, recipe)
         return all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
     yield Row("scale update", "14 x 1026", 14 * 1026 * 8, call, check, "", single_pass=False)

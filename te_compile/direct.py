@@ -18,6 +18,7 @@ from torch import Tensor
 from te_compile.kernels.replay import Replayed
 from te_compile.ops.gemm_into_grad import add_to_grad, into_grad
 from te_compile.ops.library import implementations
+from te_compile.ops.scaling import scale_update, update_alone
 
 BY_ADDRESS = {"snapshot"}
 """Operators whose kernels find their tensors in tables of addresses, and which keep the same ones for life."""
@@ -44,7 +45,29 @@ class IntoGrad:
         return into_grad(self.gemm.site(), self.add.site())
 
 
+class ScaleUpdate:
+    """te::update_scales_: replayed unless ranks have to agree on the amaxes first."""
+
+    def __init__(self, alone: Replayed) -> None:
+        self.alone = alone
+        self.run = scale_update(alone)
+
+    @property
+    def tapes(self) -> dict[Any, Any]:
+        """Of the update by amaxes as they are."""
+        return self.alone.tapes
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        """Run the operator."""
+        self.run(*arguments, **named)
+
+    def site(self) -> Callable[..., None]:
+        """The operator for one place in generated code, where shapes are what they are."""
+        return scale_update(self.alone.site())
+
+
 CALLS = SimpleNamespace(
     **{name: Replayed(name, function, name in BY_ADDRESS) for name, function in implementations.items()}
 )
 CALLS.gemm_into_grad = IntoGrad(CALLS.gemm, Replayed("add_to_grad", add_to_grad))
+CALLS.update_scales_ = ScaleUpdate(Replayed("update_alone", update_alone, repeats=True))

@@ -5,11 +5,14 @@ one launch, 2–3 µs on an H200, where a handful of torch operators per tensor 
 
 A program takes one row: scale | count of skipped amaxes | history, newest first. It reads the history whole before it
 writes it back one place further, with a barrier between, since one thread's place is another one's source.
+
+Amaxes lie wherever they were measured, elsewhere in each step. A launch takes the addresses of ``ROWS`` rows and amaxes
+among its parameters, where a table of them, or the amaxes put together, would be one more thing to make at each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -28,16 +31,27 @@ SCALE = tl.constexpr(0)
 SKIPPED = tl.constexpr(1)
 HISTORY = tl.constexpr(2)
 SNAPSHOT_BLOCK = 256  # rows a program
+ROWS = 16  # that one launch updates
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[f"{name}{at}" for name in ("row", "amax") for at in range(ROWS)])
 def _update_kernel(
-    row_addresses, amaxes,
+    row0, row1, row2, row3, row4, row5, row6, row7, row8, row9, row10, row11, row12, row13, row14, row15,
+    amax0, amax1, amax2, amax3, amax4, amax5, amax6, amax7,
+    amax8, amax9, amax10, amax11, amax12, amax13, amax14, amax15,
     LENGTH: tl.constexpr, MOST_RECENT: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.load(row_addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
-    amax = tl.load(amaxes + tl.program_id(0))
+    rows = (row0, row1, row2, row3, row4, row5, row6, row7, row8, row9, row10, row11, row12, row13, row14, row15)
+    amaxes = (
+        amax0, amax1, amax2, amax3, amax4, amax5, amax6, amax7,
+        amax8, amax9, amax10, amax11, amax12, amax13, amax14, amax15,
+    )  # fmt: skip
+    row, amax_at = row0, amax0
+    for at in tl.static_range(1, len(rows)):
+        row = tl.where(tl.program_id(0) == at, rows[at], row)
+        amax_at = tl.where(tl.program_id(0) == at, amaxes[at], amax_at)
+    amax = tl.load(amax_at)
     if (amax > 0) & (amax < float("inf")):
         place = tl.arange(0, BLOCK)
         stays = place < LENGTH - 1
@@ -77,22 +91,33 @@ def _rows_of(states: Sequence[Tensor]) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64)
 
 
-def update_scales(states: Sequence[Tensor], amaxes: Tensor, fp8_max: float, rule: ScaleRule, algorithm: str) -> None:
-    """Note ``amaxes``, fp32 [R], in the R rows of all ``states``, fp32 [rows, 2 + L] with unit inner stride, in place.
+def _rows(several: Tensor) -> Iterator[Tensor]:
+    return (several.select(0, row) for row in range(several.shape[0]))
 
-    algorithm: "max" of the history or "most_recent". An amax of 0 changes nothing, one that is not finite counts as
-    skipped and changes nothing else.
+
+def update_scales(
+    states: Sequence[Tensor], amaxes: Sequence[Tensor], fp8_max: float, rule: ScaleRule, algorithm: str
+) -> None:
+    """Note ``amaxes`` in the rows of all ``states``, fp32 [rows, 2 + L] with unit inner stride, in place.
+
+    amaxes: fp32, each [] for one row or [n] for n; R in all, as there are rows. algorithm: "max" of the history or
+    "most_recent". An amax of 0 changes nothing, one that is not finite counts as skipped and changes nothing else.
     """
-    if amaxes.numel() == 0:
+    rows = [row for state in states for row in _rows(state)]
+    measured = [each for amax in amaxes for each in ([amax] if amax.dim() == 0 else _rows(amax))]
+    if not rows:
         return
     length = states[0].shape[1] - HISTORY.value
-    with on_device_of(amaxes):
-        launch(
-            _update_kernel, amaxes.numel(), _row_table(states), amaxes,
-            LENGTH=length, MOST_RECENT=algorithm == "most_recent",
-            TARGET=fp8_max * 2.0**-rule.margin, EPSILON=rule.epsilon, POWER_2=rule.power_2,
-            BLOCK=triton.next_power_of_2(max(length - 1, 1)), num_warps=4,
-        )  # fmt: skip
+    with on_device_of(rows[0]):
+        for first in range(0, len(rows), ROWS):
+            some, theirs = rows[first : first + ROWS], measured[first : first + ROWS]
+            idle = ROWS - len(some)  # places that no program looks at
+            launch(
+                _update_kernel, len(some), *some, *some[:1] * idle, *theirs, *theirs[:1] * idle,
+                LENGTH=length, MOST_RECENT=algorithm == "most_recent",
+                TARGET=fp8_max * 2.0**-rule.margin, EPSILON=rule.epsilon, POWER_2=rule.power_2,
+                BLOCK=triton.next_power_of_2(max(length - 1, 1)), num_warps=4,
+            )  # fmt: skip
 
 
 def snapshot_scales(states: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ With several ranks, each seeing its own data, all take the largest amax first, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,12 @@ def fp8_max_of(recipe: DelayedScaling, direction: str) -> float:
 
 
 @registry.register("update_scales_", registry.REFERENCE)
-def update_scales_reference(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: DelayedScaling) -> None:
-    """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, one for each of all their rows."""
+def update_scales_reference(
+    states: list[Tensor], amaxes: Sequence[Tensor], fp8_max: float, recipe: DelayedScaling
+) -> None:
+    """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, [] or [n], one for each row of all."""
     sizes = [state.shape[0] for state in states]
-    for state, amax in zip(states, amaxes.split(sizes), strict=True):
+    for state, amax in zip(states, flattened(amaxes).split(sizes), strict=True):
         history, scale, skipped = recipe.updated(state[:, HISTORY:], state[:, SCALE], amax, fp8_max)
         state[:, HISTORY:].copy_(history)
         state[:, SCALE].copy_(scale)
@@ -80,33 +82,62 @@ def flattened(amaxes: Sequence[Tensor]) -> Tensor:
     return torch.cat([amax.reshape(-1) for amax in amaxes])
 
 
-def _agreed(amaxes: Tensor, recipe: DelayedScaling) -> Tensor:
-    """The largest amax over all ranks, if there are several and the recipe asks; infinity wins and is skipped."""
+def asks_others(recipe: DelayedScaling) -> bool:
+    """Are there several ranks, which take the largest amax of all?"""
     distributed = torch.distributed
     running = distributed.is_available() and distributed.is_initialized()
-    if recipe.reduce_amax and running and distributed.get_world_size() > 1:
-        distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX)
-    return amaxes
+    return recipe.reduce_amax and running and distributed.get_world_size() > 1
 
 
-def _update_scales(
+def _agreed(amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """The largest amaxes over all ranks, in one tensor; infinity wins and is skipped."""
+    flat = flattened(amaxes)
+    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX)
+    return [flat]
+
+
+def _delayed(recipe: str) -> DelayedScaling:
+    scaling = recipe_of(recipe)
+    if not isinstance(scaling, DelayedScaling):
+        raise ValueError(f"recipe {recipe!r} keeps no state; te::update_scales_ is for delayed scaling")
+    return scaling
+
+
+def update_alone(
     states: list[Tensor],
     amaxes: list[Tensor],
     direction: str,
     recipe: str,
     implementation: str = registry.REFERENCE,
-) -> None:
-    scaling = recipe_of(recipe)
-    if not isinstance(scaling, DelayedScaling):
-        raise ValueError(f"recipe {recipe!r} keeps no state; te::update_scales_ is for delayed scaling")
-    if not amaxes:
-        return
-    flat = flattened(amaxes)
+) -> tuple[()]:
+    """The update by these very amaxes. Returns no tensors, as what replays a call wants it said."""
+    measured = sum(amax.numel() for amax in amaxes)
     rows = sum(state.shape[0] for state in states)
-    if flat.numel() != rows:
-        raise ValueError(f"{flat.numel()} amaxes for {rows} rows of {len(states)} states")
-    function = registry.function_of("update_scales_", implementation)
-    function(states, _agreed(flat, scaling), fp8_max_of(scaling, direction), scaling)
+    if measured != rows:
+        raise ValueError(f"{measured} amaxes for {rows} rows of {len(states)} states")
+    scaling = _delayed(recipe)
+    registry.function_of("update_scales_", implementation)(states, amaxes, fp8_max_of(scaling, direction), scaling)
+    return ()
+
+
+def scale_update(alone: Callable[..., Any]) -> Callable[..., None]:
+    """The operator's code. alone: :func:`update_alone`, or what calls it faster."""
+
+    def run(
+        states: list[Tensor],
+        amaxes: list[Tensor],
+        direction: str,
+        recipe: str,
+        implementation: str = registry.REFERENCE,
+    ) -> None:
+        if not amaxes:
+            return
+        if asks_others(_delayed(recipe)):
+            update_alone(states, _agreed(amaxes), direction, recipe, implementation)
+        else:
+            alone(states, amaxes, direction, recipe, implementation)
+
+    return run
 
 
 def _update_scales_fake(
@@ -122,6 +153,6 @@ def _update_scales_fake(
 UPDATE_SCALES: Any = define(
     "update_scales_(Tensor(a!)[] states, Tensor[] amaxes, str direction, str recipe, "
     'str implementation="reference") -> ()',
-    _update_scales,
+    scale_update(update_alone),
     _update_scales_fake,
 )

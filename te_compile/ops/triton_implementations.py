@@ -273,7 +273,7 @@ def snapshot(states: list[Tensor]) -> Tensor:
 
 
 @registry.register("update_scales_", TRITON, priority=PRIORITY, check=_check_update_scales)
-def update_scales(states: list[Tensor], amaxes: Tensor, fp8_max: float, recipe: DelayedScaling) -> None:
+def update_scales(states: list[Tensor], amaxes: Sequence[Tensor], fp8_max: float, recipe: DelayedScaling) -> None:
     """``te::update_scales_`` by kernels/scale_update.py."""
     from te_compile.kernels.scale_update import update_scales as kernel
 

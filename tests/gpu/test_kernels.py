@@ -302,8 +302,8 @@ def test_scale_updates_leave_the_states_of_the_reference(length: int, algorithm:
         amaxes = torch.exp(6 * torch.randn(400, device="cuda"))
         amaxes[torch.rand(400, device="cuda") < 0.1] = 0.0
         amaxes[torch.rand(400, device="cuda") < 0.1] = torch.inf
-        kernels.update_scales(ours, amaxes, 448.0, recipe)
-        update_scales_reference(wanted, amaxes, 448.0, recipe)
+        kernels.update_scales(ours, [amaxes], 448.0, recipe)
+        update_scales_reference(wanted, [amaxes], 448.0, recipe)
         assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
     assert torch.equal(kernels.snapshot(ours), snapshot_reference(wanted))
 
@@ -313,16 +313,16 @@ def test_a_captured_scale_update_runs_on_each_replay() -> None:
     ours = [torch.zeros(2, 18, device="cuda") for _ in range(5)]
     wanted = [state.clone() for state in ours]
     amaxes = torch.zeros(10, device="cuda")
-    kernels.update_scales(ours, amaxes, 448.0, recipe)
+    kernels.update_scales(ours, [amaxes], 448.0, recipe)
     kernels.snapshot(ours)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         scales = kernels.snapshot(ours)
-        kernels.update_scales(ours, amaxes, 448.0, recipe)
+        kernels.update_scales(ours, [amaxes], 448.0, recipe)
     for _ in range(20):
         amaxes.copy_(torch.rand(10, device="cuda") + 0.1)
         graph.replay()
         assert torch.equal(scales, snapshot_reference(wanted))
-        update_scales_reference(wanted, amaxes, 448.0, recipe)
+        update_scales_reference(wanted, [amaxes], 448.0, recipe)
         assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))

@@ -33,10 +33,24 @@ def test_many_steps_leave_the_states_of_the_reference(length: int, algorithm: st
     ours, wanted = states(length, device), states(length, device)
     for _ in range(40 if length <= 31 else 5):
         seen = amaxes(device)
-        update_scales(ours, seen, 448.0, recipe.rule(), algorithm)
-        update_scales_reference(wanted, seen, 448.0, recipe)
+        update_scales(ours, [seen], 448.0, recipe.rule(), algorithm)
+        update_scales_reference(wanted, [seen], 448.0, recipe)
         for state, expected in zip(ours, wanted, strict=True):
             assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 50])
+def test_amaxes_lie_anywhere_and_one_may_count_for_many_rows(rows: int, device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    ours = [torch.zeros(each, 6, device=device) for each in [1] * (rows - 1) + [2]]
+    wanted = [state.clone() for state in ours]
+    many = torch.rand(3 * rows + 3, device=device)
+    for _ in range(3):
+        seen = [many[place] for place in torch.randint(len(many), (rows - 1,)).tolist()]  # of all alignments, twice too
+        seen.append(many[1:3] + 1)
+        update_scales(ours, seen, 448.0, recipe.rule(), "max")
+        update_scales_reference(wanted, seen, 448.0, recipe)
+        assert all(map(torch.equal, ours, wanted))
 
 
 def test_the_window_forgets_an_old_peak_after_its_length(device: str) -> None:
@@ -44,7 +58,7 @@ def test_the_window_forgets_an_old_peak_after_its_length(device: str) -> None:
     state = [torch.zeros(1, 5, device=device)]
     scales = []
     for amax in (64.0, 1.0, 2.0, 4.0, 1.0):
-        update_scales(state, torch.tensor([amax], device=device), 448.0, recipe.rule(), "max")
+        update_scales(state, [torch.tensor([amax], device=device)], 448.0, recipe.rule(), "max")
         scales.append(float(state[0][0, 0]))
     assert scales == [448 / 64, 448 / 64, 448 / 64, 448 / 4, 448 / 4]
     assert state[0][0, 2:].tolist() == [1.0, 4.0, 2.0]
@@ -54,14 +68,14 @@ def test_an_amax_that_is_not_finite_is_counted_and_nothing_else(device: str) -> 
     recipe = DelayedScaling(amax_history_len=4)
     state = [torch.tensor([[7.0, 2.0, 64.0, 1.0, 0.0, 0.0]], device=device)]
     for step, bad in enumerate((torch.inf, torch.nan), start=1):
-        update_scales(state, torch.tensor([bad], device=device), 448.0, recipe.rule(), "max")
+        update_scales(state, [torch.tensor([bad], device=device)], 448.0, recipe.rule(), "max")
         assert state[0].tolist() == [[7.0, 2.0 + step, 64.0, 1.0, 0.0, 0.0]]
 
 
 def test_an_amax_of_zero_changes_nothing(device: str) -> None:
     before = torch.rand(1, 10, device=device)
     state = [before.clone()]
-    update_scales(state, torch.zeros(1, device=device), 448.0, DelayedScaling(amax_history_len=8).rule(), "max")
+    update_scales(state, [torch.zeros(1, device=device)], 448.0, DelayedScaling(amax_history_len=8).rule(), "max")
     assert torch.equal(state[0], before)
 
 
@@ -70,15 +84,15 @@ def test_scales_stay_normal_numbers(amax: float, device: str) -> None:
     recipe = DelayedScaling(amax_history_len=2)
     ours, wanted = [torch.zeros(1, 4, device=device)], [torch.zeros(1, 4, device=device)]
     seen = torch.tensor([amax], device=device)
-    update_scales(ours, seen, 57344.0, recipe.rule(), "max")
-    update_scales_reference(wanted, seen, 57344.0, recipe)
+    update_scales(ours, [seen], 57344.0, recipe.rule(), "max")
+    update_scales_reference(wanted, [seen], 57344.0, recipe)
     assert torch.equal(ours[0], wanted[0]) and float(ours[0][0, 0]) >= torch.finfo(torch.float32).tiny
 
 
 def test_rows_of_a_larger_tensor_are_updated_in_place(device: str) -> None:
     recipe = DelayedScaling(amax_history_len=4)
     whole = torch.zeros(4, 20, device=device)
-    update_scales([whole[1::2, :6]], torch.tensor([1.0, 2.0], device=device), 448.0, recipe.rule(), "max")
+    update_scales([whole[1::2, :6]], [torch.tensor([1.0, 2.0], device=device)], 448.0, recipe.rule(), "max")
     assert whole[1::2, 0].tolist() == [448.0, 224.0]
     assert not whole[::2].any() and not whole[:, 6:].any()
 
