@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration, registry
-from te_compile.ops.scaling import SNAPSHOT
 from te_compile.ops.weight_refresh import Refresher
-from te_compile.ops.weights import QUANTIZE_WEIGHTS, Outputs
+from te_compile.ops.weights import Outputs, copies_of
 from te_compile.parameter_names import parameters_by_name
 from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
@@ -50,6 +50,7 @@ recipe, or where weights have moved. The stream, because work on another one is 
 the copies."""
 
 _version_of = attrgetter("_version")
+_replayed = Replayed("copies", copies_of, by_address=True)
 _caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], _Record] = weakref.WeakValueDictionary()
 
@@ -77,6 +78,8 @@ class _Record:
         self.known: tuple[Key | None, _Kept | None] = None, None
         self.met_again = False  # was the version before this one used more than once?
         self.steps = 0  # of optimizers that have one of the weights
+        self.make: Callable[..., Outputs] = _replayed.site()
+        self.rows: tuple[list[Tensor], list[Tensor]] = [], []  # of these states those of the weights
 
     def kept_for(self, key: Key) -> _Kept | None:
         """The copies, if they are those of this key."""
@@ -95,6 +98,7 @@ class CopiesOfGroup:
         self.group, self.positions, self.in_place = group, positions, in_place
         self.gives_amaxes = AMAX in group.inputs
         self.is_cuda = group.device.type == "cuda"
+        self.pads = group.layout.shapes != group.layout.copies
         chosen = tuple(sorted(group.implementations.items()))
         self.wants = (group.layout, group.dtype, group.device, tuple(group.inputs), chosen, in_place)
         self.records: dict[int, _Record] = {}  # by the id of the first weight
@@ -104,10 +108,10 @@ class CopiesOfGroup:
     def inputs(self, args: Sequence[Any], states: list[Tensor]) -> list[Tensor]:
         """What the graph takes in this call. states: the forward states of all weights of the graph, or none."""
         weights = [args[position] for position in self.positions]
-        is_captured = self.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_captured = self.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
         record = None if is_captured else self._record(weights, states)
         if record is None:
-            return self._chosen(self._quantized(weights, self._rows(states)))
+            return self._chosen(self._quantized(copies_of, weights, self._rows(states)))
         key = self._key(record, weights, states)
         kept = record.kept_for(key)
         if kept is None:
@@ -147,14 +151,15 @@ class CopiesOfGroup:
         again = record.known[0] == key
         keeps = self.group.lasting or self.in_place or again or record.met_again
         record.met_again = again
-        rows = self._rows(states)
+        rows = self._rows_for(record, states)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode serves nothing else
             if self.in_place and record.known[1] is not None:
                 return self._remade(record, key, weights, states)
             record.known = None, None  # the memory of the old ones is free before there are new ones
             if not again:
                 self._free_old_copies_elsewhere(weights[0])
-            outputs = self._quantized(weights, rows)
+            # What is padded lies elsewhere each time, and what is replayed knows its weights by their addresses.
+            outputs = self._quantized(copies_of if self.pads else record.make, weights, rows)
             inputs = self._chosen(outputs)
             kept = _Kept(outputs, inputs, self._refresher(outputs, weights, rows), states) if keeps else None
             record.known = key, kept
@@ -181,15 +186,20 @@ class CopiesOfGroup:
         """The row of each matrix's weight, whose scale it is cast by: [1, 2 + L]. None: by one from its own amax."""
         return [states[owner][1:2] for owner in self.group.owners] if states else None
 
-    def _quantized(self, weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
+    def _rows_for(self, record: _Record, states: Sequence[Tensor]) -> list[Tensor] | None:
+        """Those rows, which are the same until the states are others."""
+        known, rows = record.rows
+        if not states or list(map(id, known)) != list(map(id, states)):
+            rows = self._rows(states) or []
+            record.rows = list(states), rows
+        return rows or None
+
+    def _quantized(self, make: Callable[..., Outputs], weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
         layout, chosen = self.group.layout, self.group.implementations
+        flags = list(layout.rowwise), list(layout.columnwise)
+        how = (layout.rule.text(), chosen["snapshot"], chosen["quantize_weights"])
         with torch.no_grad():
-            scales = None if rows is None else SNAPSHOT(rows, chosen["snapshot"])
-            flags = list(layout.rowwise), list(layout.columnwise)
-            outputs: Outputs = QUANTIZE_WEIGHTS(
-                layout.padded(weights), scales, layout.dtype, *flags, layout.rule.text(), chosen["quantize_weights"]
-            )
-        return outputs
+            return make(layout.padded(weights), rows, layout.dtype, *flags, *how)
 
     def _chosen(self, outputs: Outputs) -> list[Tensor]:
         return [outputs[i] for i in self.group.inputs]

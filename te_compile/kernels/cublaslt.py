@@ -155,7 +155,7 @@ def gemm(
     addend: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = p + addend + bias [M, N] of ``out_dtype``, rounded once.
+    """y = p + addend + bias [M, N] of ``out_dtype``. On Hopper p is rounded to 16 bits before a 16-bit addend is added.
 
     a: [M, K], b: [N, K] FP8, not both E5M2. Scales: [] fp32 on the device. accumulation: "fast" or "split".
     addend, out: [M, N] of ``out_dtype``, ``out`` where to write. They may be one tensor, which is then added to.

@@ -48,6 +48,7 @@ TILE = Tile(128, 128, 8)
 # Of a weight's geometry: rows, columns, rows of qᵀ's padding, first tile, where q and qᵀ start, rows and columns of q.
 FIELDS = tl.constexpr(8)
 NOT_WANTED = -1  # in place of a start
+CLEARED = 1024  # amaxes, by a program
 
 
 @triton.jit
@@ -149,6 +150,12 @@ def _quantize_kernel(
     record_amax(amax + index, largest)
 
 
+@triton.jit
+def _clear_kernel(amax, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(amax + place, tl.zeros((BLOCK,), tl.float32), mask=place < count)
+
+
 def _tile_counts(shapes: Sequence[tuple[int, int]], tile: Tile) -> list[int]:
     """How many programs each weight gets; an empty one gets one, which writes its multiplier."""
     return [max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)) for rows, columns in shapes]
@@ -202,7 +209,6 @@ def quantize_weights(
     """
     like, count = weights[0], len(weights)
     device = like.device
-    amax = like.new_zeros(count, dtype=torch.float32)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
     places = (shapes, tuple(row_starts), tuple(column_starts), tile)
@@ -217,11 +223,13 @@ def quantize_weights(
     with on_device_of(like):
         q = buffers.empty(like, (row_length,), dtype)
         qt = buffers.empty(like, (column_length,), dtype)
+        amax = buffers.empty(like, (count,), torch.float32)
         scale_inv = buffers.empty(like, (count, SCALE_STRIDE), torch.float32)
         table = address_table(addresses, device)
         geometry = device_table(("geometry", *places), lambda: geometry_of(*places), device)
         tiles = device_table(("tiles", shapes, tile), lambda: tile_map(shapes, tile), device)
         grid = tiles.numel()
+        launch(_clear_kernel, triton.cdiv(count, CLEARED), amax, count, BLOCK=CLEARED, num_warps=4)
         if measure:
             launch(_measure_kernel, grid, table, geometry, tiles, scales, amax, **constants)
         launch(

@@ -8,8 +8,9 @@ FP8 copy whose rows run along its contraction (Hopper's FP8 tensor cores accept 
 ``accumulation`` is "fast" (the tensor core's own accumulator, about 14 bits on Hopper) or "split" (partial sums
 promoted to fp32); Transformer Engine uses fast for forward and split for both gradients, and so do we. The reference
 accumulates in fp32 for both. ``addend`` is a residual stream, or the gradient that another linear has for the same
-input; a pass puts it here (passes/add_in_products.py). The sum is rounded once. ``label`` names the linear and the
-product, for people and reports; it changes no number.
+input; a pass puts it here (passes/add_in_products.py). The reference rounds the sum once; an implementation may round
+the product to 16 bits before it adds, as two operators would (cuBLASLt's for Hopper does). ``label`` names the linear
+and the product, for people and reports; it changes no number.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     dw    = (a[M, K] · b[N, K]ᵀ) · a_scale_inv · b_scale_inv            where there is nothing to add to
 
 ``te::gemm`` with the ``.grad`` of an input of the graph for its addend and its result, in a backward that then has no
-gradient left to return for that input. The sum is rounded once, where autograd would round the product, too.
+gradient left to return for that input. The sum is rounded as ``te::gemm`` rounds one: at most as often as by autograd.
 Which of the two it is shows when autograd runs the backward, and not before (te_compile/accumulated_gradients.py).
 
 ``place`` says which of the ``inputs`` tensors of the graph it is about, ``size`` how that is shaped: [M, N], but for a

@@ -66,7 +66,7 @@ def fp8_max_of(recipe: DelayedScaling, direction: str) -> float:
 def update_scales_reference(
     states: list[Tensor], amaxes: Sequence[Tensor], fp8_max: float, recipe: DelayedScaling
 ) -> None:
-    """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, [] or [n], one for each row of all."""
+    """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, [] or [n], one for each row."""
     sizes = [state.shape[0] for state in states]
     for state, amax in zip(states, flattened(amaxes).split(sizes), strict=True):
         history, scale, skipped = recipe.updated(state[:, HISTORY:], state[:, SCALE], amax, fp8_max)

@@ -117,3 +117,21 @@ QUANTIZE_WEIGHTS: Any = define(
     _quantize_weights,
     _quantize_weights_fake,
 )
+
+
+def copies_of(
+    weights: list[Tensor],
+    rows: list[Tensor] | None,
+    dtype: torch.dtype,
+    rowwise: list[bool],
+    columnwise: list[bool],
+    rule: str,
+    snapshot: str,
+    implementation: str,
+) -> Outputs:
+    """``te::quantize_weights`` by the scales that stand in ``rows`` of states, [1, 2 + L] each; None: by its own amax.
+
+    snapshot: what runs te::snapshot, which reads them.
+    """
+    scales = None if rows is None else registry.function_of("snapshot", snapshot)(rows)
+    return _quantize_weights(weights, scales, dtype, rowwise, columnwise, rule, implementation)

@@ -1,7 +1,7 @@
 """Let FP8 products add what is added to their results: residual streams, and gradients of an input that linears share.
 
 A product writes y, and an addition reads it, reads the other addend and writes the sum: three passes over memory, where
-cuBLASLt reads the addend while it writes the result. The sum is then rounded once instead of twice.
+cuBLASLt reads the addend while it writes the result.
 
     add(x, view(gemm(...)))      becomes      view(gemm(..., addend=view(x)))
 

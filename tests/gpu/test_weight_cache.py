@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import random
 from collections.abc import Callable
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from te_compile import backend, weight_cache
+from te_compile.kernels import buffers
 from te_compile.kernels.weight_refresh import TritonRefresher
-from te_compile.ops import registry
 from te_compile.ops.quantize import padded
 from te_compile.ops.weight_refresh import Layout, fingerprint_reference
-from te_compile.ops.weights import Outputs, quantize_weights_reference
+from te_compile.ops.weights import Outputs, copies_of, quantize_weights_reference
 from te_compile.recipe import ScaleRule
 from te_compile.state_files import state_dict
 from tests.compiling import compiled, cosine, gradients, relative_error, train_step
@@ -59,16 +58,15 @@ def fast_on_gpu(model: nn.Module, **options: Any) -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with each launch of the plain weight quantize."""
+    """Grows by one whenever copies are made from nothing."""
     counted: list[int] = []
-    key = ("quantize_weights", "triton")
-    original = registry._TABLE[key]
+    original = weight_cache.CopiesOfGroup._quantized
 
-    def quantize(*args: Any) -> Any:
+    def quantized(*args: Any) -> Any:
         counted.append(1)
-        return original.function(*args)
+        return original(*args)
 
-    monkeypatch.setitem(registry._TABLE, key, dataclasses.replace(original, function=quantize))
+    monkeypatch.setattr(weight_cache.CopiesOfGroup, "_quantized", quantized)
     return counted
 
 
@@ -139,6 +137,32 @@ def test_micro_batches_share_one_launch(launches: list[int]) -> None:
         step(model)
         counts.append(len(launches))
     assert counts == [1, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_copies_that_each_step_makes_anew_are_replayed_and_the_same(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_lending", {"stopped": False})  # by what another test has compiled for CUDA graphs
+    made: list[tuple[Outputs, Outputs]] = []
+    records: list[weight_cache._Record] = []
+    original = weight_cache.CopiesOfGroup._quantized
+
+    def quantized(copies: Any, make: Any, weights: Any, rows: Any) -> Outputs:
+        outputs = original(copies, make, weights, rows)
+        made.append((outputs, original(copies, copies_of, weights, rows)))
+        records[:] = copies.records.values()
+        return outputs
+
+    monkeypatch.setattr(weight_cache.CopiesOfGroup, "_quantized", quantized)
+    model = on_gpu()
+    fast = fast_on_gpu(model, recipe=recipe)
+    for _ in range(8):
+        train_step(model, fast, data())
+        step(model)
+    both = [(a.view(torch.uint8), b.view(torch.uint8)) for pair in made for a, b in zip(*pair, strict=True)]
+    assert len(made) == 8 and all(torch.equal(a, b) for a, b in both)
+    assert len(records) == 1 and records[0].make.bound  # type: ignore[attr-defined]
 
 
 def test_a_plain_training_needs_no_more_memory_between_steps() -> None:

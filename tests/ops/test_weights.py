@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops.quantize import padded, quantize_reference
-from te_compile.ops.weights import QUANTIZE_WEIGHTS, column_places, places, row_places
+from te_compile.ops.weights import QUANTIZE_WEIGHTS, column_places, copies_of, places, row_places
 from te_compile.recipe import ScaleRule
 
 E4M3 = torch.float8_e4m3fn
@@ -56,3 +56,16 @@ def test_a_layout_nobody_wants_takes_no_space() -> None:
 def test_schema_and_fake_tell_the_truth() -> None:
     arguments = (drawn(), torch.rand(3) + 1, E4M3, [True, False, True], [True, True, False], RULE.text())
     torch.library.opcheck(QUANTIZE_WEIGHTS, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("by", ["states", "themselves"])
+def test_copies_are_cast_by_the_scales_that_stand_in_the_states(by: str) -> None:
+    weights = [torch.randn(32, 16), torch.randn(8, 48)]
+    states = [torch.rand(2, 6) + 1 for _ in weights]
+    rows = [state[1:2] for state in states] if by == "states" else None
+    flags = ([True, False], [True, True])
+    got = copies_of(weights, rows, E4M3, *flags, RULE.text(), "reference", "reference")
+    scales = torch.stack([state[1, 0] for state in states]) if by == "states" else None
+    wanted = QUANTIZE_WEIGHTS(weights, scales, E4M3, *flags, RULE.text())
+    assert len(got) == len(wanted) == 4
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
