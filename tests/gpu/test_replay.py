@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from te_compile.ops.library import implementations
 from te_compile.ops.quantize import quantize_reference
-from te_compile.recipe import ScaleRule
+from te_compile.ops.scaling import update_alone
+from te_compile.recipe import DelayedScaling, ScaleRule
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -320,6 +321,22 @@ def test_what_a_graph_captures_is_not_replayed() -> None:
         graph.replay()
         wanted = quantize_reference(x, used, E4M3, True, True, ScaleRule())
         assert torch.equal(q.float(), wanted[0].float()) and amax == wanted[2]
+
+
+def test_a_scale_update_is_replayed_with_the_amaxes_of_the_step(by: str, calibrated: None) -> None:
+    key = DelayedScaling(amax_history_len=8).key()
+    update = direct.ScaleUpdate(Replayed("update_alone", update_alone, repeats=True))
+    at = update.site()
+    ours = [torch.zeros(2, 10, device="cuda") for _ in range(20)]
+    wanted = [state.clone() for state in ours]
+    for _ in range(6):
+        shared, some = torch.rand((), device="cuda"), torch.rand(64, device="cuda")
+        # One that several linears share, those of weights side by side, and one for two rows.
+        amaxes = [shared, shared, *some[:36].unbind(), torch.rand(2, device="cuda")]
+        at(ours, amaxes, "forward", key, implementation="triton")
+        implementations["update_scales_"](wanted, amaxes, "forward", key, "reference")
+        assert all(map(torch.equal, ours, wanted))
+    assert len(update.tapes) == 1 and None not in update.tapes.values(), "it is not replayed"
 
 
 def test_a_training_step_replays_every_operator() -> None:

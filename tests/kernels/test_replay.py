@@ -209,6 +209,27 @@ def test_a_result_that_was_given_is_not_replayed(core: Core) -> None:
     never_replays(core, lambda x: x, torch.randn(4))
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_where_tensors_may_repeat_each_place_is_replayed_with_its_own(core: Core, placed: bool) -> None:
+    ran = []
+
+    def sums(pairs: list[Tensor], to: Tensor) -> tuple[()]:
+        ran.append(1)
+        for x, y in zip(pairs[::2], pairs[1::2], strict=True):
+            native.call(core.axpy, 0, x, to, to, 1.0, len(to), STREAM)
+            native.call(core.axpy, 0, y, to, to, 2.0, len(to), STREAM)
+        return ()
+
+    operator = Replayed("sums", sums, repeats=True)
+    replayed = operator.site() if placed else operator
+    shared, other = torch.randn(3), torch.randn(3)
+    for pairs in [[shared, shared, other, shared]] * 3 + [[shared, other, other, shared], [torch.randn(3)] * 4]:
+        to = torch.zeros(3)
+        assert replayed(pairs, to) == ()
+        torch.testing.assert_close(to, pairs[0] + 2 * pairs[1] + pairs[2] + 2 * pairs[3])
+    assert len(ran) == 2 and len(core.calls) == 5 * 4
+
+
 def test_one_tensor_in_two_roles_does_not_mix_them_up(core: Core) -> None:
     operator = Operator(core)
     replayed, x = Replayed("axpy", operator), torch.randn(5)
