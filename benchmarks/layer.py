@@ -3,6 +3,10 @@
 Hidden 4096, feed-forward 16384, 32 heads, 4 x 2048 tokens; LayerNorm, fused qkv, attention, tanh GELU, no final norm.
 One row per variant: a training step (forward and backward, gradients dropped before), a forward without gradients, peak
 memory. te_fp8's rows also say how far its output and gradients lie from the same weights in high precision.
+
+One process times one variant after the other, and a GPU that is held to its power gets slower as it warms up: who
+comes first is a few percent faster. ``--turns`` builds all variants, lets them take turns and gives each the best of
+its medians.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -211,6 +215,18 @@ def measure_variant(variant: Variant, work: Work, arguments: argparse.Namespace)
     return {"step_ms": step_ms, "fwd_nograd_ms": forward_ms, **memory.row(), **quality}
 
 
+def in_turns(variants: Sequence[Variant], work: Work, rows: measure.Rows, what: dict[str, Any], most: int) -> None:
+    """Write a row for each variant, timed in turns."""
+    x, dy = data(work)
+
+    def forward(each: Runnable) -> Any:
+        with torch.no_grad(), each.context():
+            return each.call(x)
+
+    columns = {"step_ms": lambda each: train_step(each, x, dy, work.micro_batches), "fwd_nograd_ms": forward}
+    measure.rows_in_turns(variants, columns, rows, what, most)
+
+
 def main() -> int:
     """Measure every chosen variant; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -227,10 +243,12 @@ def main() -> int:
         arguments.iters = min(arguments.iters, 3)
     rows = measure.Rows(arguments.out)
     measure.describe_device(rows)
-    for variant in measure.chosen(variants(work), arguments.only):
-        measure.attempt(
-            variant, rows, {"what": "layer", **asdict(work)}, lambda each: measure_variant(each, work, arguments)
-        )
+    what, chosen = {"what": "layer", **asdict(work)}, measure.chosen(variants(work), arguments.only)
+    if arguments.turns:
+        in_turns(chosen, work, rows, what, arguments.iters)
+    else:
+        for variant in chosen:
+            measure.attempt(variant, rows, what, lambda each: measure_variant(each, work, arguments))
     return rows.exit_status()
 
 

@@ -15,9 +15,10 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
     parser.add_argument("--only", default="", help="comma-separated variants; all that can run when empty")
     parser.add_argument("--iters", type=int, default=iterations, help="timed calls per row (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="also print each step's GPU kernels, longest first")
+    parser.add_argument("--turns", action="store_true", help="variants take turns, and nothing is checked")
     parser.add_argument("--out", type=Path, help="write the rows to this file too")
 
 
@@ -166,6 +168,42 @@ def in_turns(calls: dict[str, Callable[[], Any]], most: int = 20) -> dict[str, f
             best[name] = min(best[name], found)
             counts[name] = max(2, min(most, int(ROUND_MS / found)))
     return best
+
+
+def rows_in_turns(
+    variants: Sequence[Variant],
+    columns: dict[str, Callable[[Runnable], Any]],
+    rows: Rows,
+    what: dict[str, Any],
+    iterations: int,
+) -> None:
+    """Write a row for each variant, all built before one is timed. One that fails ends the work.
+
+    columns: what to time of each, by the name of its column.
+    """
+    fresh_start()
+    found: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
+    try:
+        # All variants are code of the same functions; beyond Dynamo's usual limit some would run in eager mode.
+        with torch._dynamo.config.patch(recompile_limit=16 * len(variants), fail_on_recompile_limit_hit=True):
+            built: dict[str, Runnable] = {}
+            for variant in variants:
+                torch.manual_seed(0)
+                built[variant.name] = variant.build()
+            for column, call in columns.items():
+                calls = {name: partial(call, runnable) for name, runnable in built.items()}
+                for each in calls.values():
+                    for _ in range(3):
+                        each()
+                for name, milliseconds in in_turns(calls, iterations).items():
+                    found[name][column] = milliseconds
+    except Exception as error:
+        traceback.print_exc()
+        rows.write(**what, turns=True, error=repr(error)[:400])
+        rows.fail("in turns", repr(error)[:200])
+        return
+    for name, row in found.items():
+        rows.write(**what, turns=True, name=name, **row)
 
 
 def _once_ms(call: Callable[[], Any]) -> float:

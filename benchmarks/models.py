@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -351,24 +350,9 @@ def measure_variant(variant: Variant, task: Task, arguments: argparse.Namespace)
 
 
 def in_turns(task: Task, chosen: Sequence[Variant], what: dict[str, Any], rows: measure.Rows, iterations: int) -> None:
-    """Write a row for each variant of ``task``, all built before one is timed. One that fails ends the work."""
-    measure.fresh_start()
+    """Write a row for each variant of ``task``, timed in turns."""
     inputs, training = task.inputs(), task.work == "train"
-    calls: dict[str, Callable[[], Any]] = {}
-    try:
-        for variant in chosen:
-            torch.manual_seed(0)
-            calls[variant.name] = partial(call_once, variant.build(), inputs, training)
-            for _ in range(3):
-                calls[variant.name]()
-        times = measure.in_turns(calls, iterations)
-    except Exception as error:
-        traceback.print_exc()
-        rows.write(**what, turns=True, error=repr(error)[:400])
-        rows.fail(f"{task.name} in turns", repr(error)[:200])
-        return
-    for name, milliseconds in times.items():
-        rows.write(**what, turns=True, name=name, ms=milliseconds)
+    measure.rows_in_turns(chosen, {"ms": lambda each: call_once(each, inputs, training)}, rows, what, iterations)
 
 
 def choose(given: str, known: tuple[str, ...], argument: str) -> list[str]:
@@ -386,7 +370,6 @@ def main() -> int:
     measure.add_arguments(parser, iterations=15)
     parser.add_argument("--models", default="llama8b,gpt2xl,bert_large", help=f"of {', '.join(MODELS)} (%(default)s)")
     parser.add_argument("--works", default=",".join(WORKS), help="(%(default)s)")
-    parser.add_argument("--turns", action="store_true", help="variants take turns, and nothing is checked")
     arguments = parser.parse_args()
     models = choose(arguments.models, tuple(MODELS), "--models")
     works = choose(arguments.works, WORKS, "--works")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks import layer
-from benchmarks.measure import Runnable
+from benchmarks.measure import Rows, Runnable, Variant
 
 SMALL = layer.Work(hidden=64, intermediate=128, heads=2, sequence=16, batch=2)
 
@@ -22,3 +23,18 @@ def test_gradients_of_micro_batches_add_up() -> None:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, micro_batches * of_one[name])
         torch.testing.assert_close(x.grad, of_input)
+
+
+def test_variants_that_take_turns_have_rows_with_both_times(capsys: pytest.CaptureFixture[str]) -> None:
+    """More of them than Dynamo compiles of one function unless it is told to."""
+
+    def build() -> Runnable:
+        model = layer.plain(SMALL)
+        return Runnable(torch.compile(model, backend="eager"), model)
+
+    rows = Rows()
+    layer.in_turns([Variant(f"v{number}", build) for number in range(6)], SMALL, rows, {"what": "layer"}, 2)
+    shown = capsys.readouterr().out.splitlines()
+    assert rows.exit_status() == 0 and len(shown) == 6
+    for number, line in enumerate(shown):
+        assert f'"turns": true, "name": "v{number}", "step_ms": ' in line and '"fwd_nograd_ms": ' in line
