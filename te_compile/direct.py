@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
-
 from te_compile.kernels.replay import Replayed
 from te_compile.ops.gemm_into_grad import add_to_grad, into_grad
 from te_compile.ops.library import implementations
@@ -24,50 +22,32 @@ BY_ADDRESS = {"snapshot"}
 """Operators whose kernels find their tensors in tables of addresses, and which keep the same ones for life."""
 
 
-class IntoGrad:
-    """te::gemm_into_grad: at each call one of two products, each of which is replayed by itself."""
+class Choosing:
+    """A te:: operator that makes, by what it finds out at each call, one of several calls that are replayed.
 
-    def __init__(self, gemm: Replayed, add: Replayed) -> None:
-        self.gemm, self.add = gemm, add
-        self.run = into_grad(gemm, add)
+    code: gives the operator's code, from what makes these calls.
+    """
+
+    def __init__(self, code: Callable[..., Callable[..., Any]], *calls: Replayed) -> None:
+        self.code, self.calls = code, calls
+        self.run = code(*calls)
 
     @property
     def tapes(self) -> dict[Any, Any]:
-        """Of the product that adds; the other one's are te::gemm's."""
-        return self.add.tapes
+        """Of the last of the calls, which no other operator makes."""
+        return self.calls[-1].tapes
 
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor | None:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the operator."""
         return self.run(*arguments, **named)
 
-    def site(self) -> Callable[..., Tensor | None]:
+    def site(self) -> Callable[..., Any]:
         """The operator for one place in generated code, where shapes are what they are."""
-        return into_grad(self.gemm.site(), self.add.site())
-
-
-class ScaleUpdate:
-    """te::update_scales_: replayed unless ranks have to agree on the amaxes first."""
-
-    def __init__(self, alone: Replayed) -> None:
-        self.alone = alone
-        self.run = scale_update(alone)
-
-    @property
-    def tapes(self) -> dict[Any, Any]:
-        """Of the update by amaxes as they are."""
-        return self.alone.tapes
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Run the operator."""
-        self.run(*arguments, **named)
-
-    def site(self) -> Callable[..., None]:
-        """The operator for one place in generated code, where shapes are what they are."""
-        return scale_update(self.alone.site())
+        return self.code(*(call.site() for call in self.calls))
 
 
 CALLS = SimpleNamespace(
     **{name: Replayed(name, function, name in BY_ADDRESS) for name, function in implementations.items()}
 )
-CALLS.gemm_into_grad = IntoGrad(CALLS.gemm, Replayed("add_to_grad", add_to_grad))
-CALLS.update_scales_ = ScaleUpdate(Replayed("update_alone", update_alone, repeats=True))
+CALLS.gemm_into_grad = Choosing(into_grad, CALLS.gemm, Replayed("add_to_grad", add_to_grad))
+CALLS.update_scales_ = Choosing(scale_update, Replayed("update_alone", update_alone, repeats=True))

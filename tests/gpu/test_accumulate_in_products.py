@@ -51,7 +51,7 @@ def test_each_sum_is_as_near_as_autograds_replayed_or_not(
 
     monkeypatch.setattr("te_compile.ops.calibration._waiting", set())
     add = Replayed("add_to_grad", gemm_into_grad.add_to_grad)
-    function = direct.IntoGrad(Replayed("gemm", implementations["gemm"]), add).site()
+    function = direct.Choosing(gemm_into_grad.into_grad, Replayed("gemm", implementations["gemm"]), add).site()
     weight = nn.Parameter(torch.zeros(M, N, dtype=dtype, device="cuda"))
     weight.grad = gradient = torch.randn(M, N, device="cuda").to(dtype)
     for _ in range(6):

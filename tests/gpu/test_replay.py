@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from te_compile.ops.library import implementations
 from te_compile.ops.quantize import quantize_reference
-from te_compile.ops.scaling import update_alone
+from te_compile.ops.scaling import scale_update, update_alone
 from te_compile.recipe import DelayedScaling, ScaleRule
 
 if not torch.cuda.is_available():
@@ -325,7 +325,7 @@ def test_what_a_graph_captures_is_not_replayed() -> None:
 
 def test_a_scale_update_is_replayed_with_the_amaxes_of_the_step(by: str, calibrated: None) -> None:
     key = DelayedScaling(amax_history_len=8).key()
-    update = direct.ScaleUpdate(Replayed("update_alone", update_alone, repeats=True))
+    update = direct.Choosing(scale_update, Replayed("update_alone", update_alone, repeats=True))
     at = update.site()
     ours = [torch.zeros(2, 10, device="cuda") for _ in range(20)]
     wanted = [state.clone() for state in ours]
