@@ -36,8 +36,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration, registry
+from te_compile.ops.scaling import SNAPSHOT
 from te_compile.ops.weight_refresh import Refresher
-from te_compile.ops.weights import Outputs, copies_of
+from te_compile.ops.weights import QUANTIZE_WEIGHTS, Outputs, copies_of
 from te_compile.parameter_names import parameters_by_name
 from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
@@ -111,7 +112,7 @@ class CopiesOfGroup:
         is_captured = self.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
         record = None if is_captured else self._record(weights, states)
         if record is None:
-            return self._chosen(self._quantized(copies_of, weights, self._rows(states)))
+            return self._chosen(self._quantized(_by_operators, weights, self._rows(states)))
         key = self._key(record, weights, states)
         kept = record.kept_for(key)
         if kept is None:
@@ -214,6 +215,14 @@ class CopiesOfGroup:
                     first, *_, steps = known[0]
                     if (first, steps) != (weight._version, record.steps):
                         record.known = None, None
+
+
+def _by_operators(matrices: list[Tensor], rows: list[Tensor] | None, *how: Any) -> Outputs:
+    """:func:`copies_of` through PyTorch's dispatcher, which knows what to do with fake tensors and subclasses."""
+    *quantize, snapshot, implementation = how
+    scales = None if rows is None else SNAPSHOT(rows, snapshot)
+    outputs: Outputs = QUANTIZE_WEIGHTS(matrices, scales, *quantize, implementation)
+    return outputs
 
 
 def _shows_its_changes(weight: Any) -> bool:
