@@ -39,14 +39,14 @@ def gradient_to_add_to(
     node = torch._C._current_autograd_node()
     if node is None or not _is_on_usual_stream(device):
         return None
-    leaves = _leaves_behind(node)
-    if len(leaves) != inputs or type(leaf := leaves[place][0]).__name__ != _LEAF:
+    asked = _asked_by(node)
+    if len(asked.leaves) != inputs or type(leaf := asked.leaves[place][0]).__name__ != _LEAF:
         return None
     parameter = leaf.variable
     gradient = parameter.grad if type(parameter) in _PLAIN else None
-    if gradient is None or not _fits(gradient, size, dtype, device):  # first what is cheap to ask
+    if gradient is None or not _fits(gradient, size, dtype, device):  # as a rule there is none: first what is cheap
         return None
-    return gradient if _is_reached(leaf) and not _is_watched(leaf, parameter) else None
+    return gradient if asked.may_add() and _is_reached(leaf) and not _is_watched(leaf, parameter) else None
 
 
 def added_to(gradient: Tensor) -> None:
@@ -58,17 +58,29 @@ def added_to(gradient: Tensor) -> None:
 
 
 class _Pass:
-    """What is known of one backward pass on this thread: whether it may add in place at all, and of its last node where
-    that one's edges lead. Asked for each parameter, that would take longer than all else here."""
+    """What is known of one backward pass on this thread: of its last node where that one's edges lead, and whether it
+    may add in place at all. Asked for each parameter, that would take longer than all else here."""
 
     def __init__(self, task: int) -> None:
-        self.task, self.allowed = task, _adds_in_place()
-        self.node: Any = None
-        self.leaves: Sequence[tuple[Any, int]] = ()
+        self.task = task
+        self.forget()
 
     def forget(self) -> None:
         """Keep nothing alive."""
-        self.node, self.leaves = None, ()
+        self.node: Any = None
+        self.leaves: Sequence[tuple[Any, int]] = ()
+        self.allowed: bool | None = None
+
+    def turn_to(self, node: Any) -> None:
+        """``node`` is the one that asks from now on."""
+        self.node, self.allowed = node, None
+        self.leaves = node.next_functions if type(node).__name__ == _NODE else ()
+
+    def may_add(self) -> bool:
+        """Would nobody see it if this node's backward added in place?"""
+        if self.allowed is None:
+            self.allowed = _adds_in_place() and not _has_hooks(self.node.register_hook)
+        return self.allowed
 
 
 class _Here(threading.local):
@@ -78,20 +90,17 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _leaves_behind(node: Any) -> Sequence[tuple[Any, int]]:
-    """Where each edge of ``node`` leads, in the order of the graph's inputs; nothing if all must be returned."""
+def _asked_by(node: Any) -> _Pass:
+    """What is known of the backward pass that runs ``node``; its leaves are in the order of the graph's inputs."""
     task = torch._C._current_graph_task_id()
     current = _here.current
     if current is None or current.task != task:
         current = _here.current = _Pass(task)
         # A thread of autograd's own may be the one that calls back, so it is told which pass is over.
         torch.autograd.Variable._execution_engine.queue_callback(current.forget)
-    if not current.allowed:
-        return ()
     if current.node is not node:
-        is_ours = type(node).__name__ == _NODE and not _has_hooks(node.register_hook)
-        current.node, current.leaves = node, node.next_functions if is_ours else ()
-    return current.leaves
+        current.turn_to(node)
+    return current
 
 
 def _adds_in_place() -> bool:
