@@ -58,13 +58,11 @@ def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
     assert [name.rpartition(".")[2] for name in kept] == ["lm_head"]
     assert abs(float(got.loss / expected.loss) - 1) < 0.02
     # Two products in FP8 where there was one weight, and a rank of 16 averages little of the rounding away: what it
-    # costs differs from draw to draw (the least cosine of 40 was 0.885), but not from textbook FP8: most draws give its
-    # very bits, and where one code is its neighbour the next layers' differ, and what is lost with them (1.23 times).
+    # costs differs from draw to draw (the least cosine of 40 was 0.885), but not from textbook FP8.
     yardstick = emulated(case.model, lambda name, module: "lm_head" not in name)
     textbook = step(Case(yardstick, case.inputs), yardstick, True, seed)
     for name, each in expected.gradients.items():
-        lost = 1 - cosine(textbook.gradients[name], each)
-        assert 1 - cosine(got.gradients[name], each) < 1.5 * lost + 0.01, name
+        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.01, name
 
 
 def test_what_was_frozen_is_as_it_was(seed: int) -> None:

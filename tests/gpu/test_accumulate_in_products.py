@@ -153,11 +153,11 @@ def test_a_backward_pass_makes_no_memory_for_gradients_that_are_there(added: lis
         run = compiled(model, compiler="inductor", cost_model=False, accumulate_in_products=option)
         for _ in range(4):
             backward(run, x)
-        loss = run(x).float().square().mean()
+        y, dy = run(x), torch.randn_like(x)  # a loss's own backward would make memory as well
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss.backward()
+        y.backward(dy)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] - peaks[0] >= 0.75 * size * size * 2  # some of what is freed on the way makes room
+    assert peaks[1] - peaks[0] >= size * size * 2

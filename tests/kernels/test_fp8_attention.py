@@ -11,7 +11,7 @@ from torch import Tensor
 from te_compile.kernels.fp8_attention import AttentionTile, fp8_attention
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from tests.compiling import relative_error
-from tests.fp8_attention import Operands, Sizes, assert_is, drawn, expected
+from tests.fp8_attention import Operands, Sizes, assert_is, drawn, expected, looseness
 
 TILES = [AttentionTile(64, 32, 4, 2), AttentionTile(32, 64, 4, 2), AttentionTile(128, 128, 8, 2)]
 SIZES = {
@@ -37,9 +37,14 @@ FARTHEST = {"cpu": 3e-3, "cuda": 3e-2}
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_the_kernel_computes_the_definition(sizes: Sizes, tile: AttentionTile, causal: bool, device: str) -> None:
-    operands, scale = drawn(sizes, device), sizes.width**-0.5
+    scale = sizes.width**-0.5
+    for _ in range(5):  # where a large p of few lies where two codes meet, a draw has wide limits and tells little
+        operands = drawn(sizes, device)
+        wanted = expected(operands, sizes, causal, scale, torch.float32)
+        if looseness(wanted) <= LOOSEST[device]:
+            break
     got = fp8_attention(*operands.all(), causal, scale, torch.float32, tile)
-    assert_is(got, expected(operands, sizes, causal, scale, torch.float32), LOOSEST[device])
+    assert_is(got, wanted, LOOSEST[device])
     reference = fp8_attention_reference(*operands.all(), causal, scale, torch.float32)
     assert relative_error(got[0], reference[0]) < FARTHEST[device]
 
