@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -589,22 +588,3 @@ def test_a_report_says_what_quantises_the_weights() -> None:
     report = explain(Chain(), data(), options={"cache_weights": False})
     assert "te::quantize_weights" not in report.implementations
     assert report.implementations["te::quantize"]["reference"] >= 2 * 3 - 1, "the first dgrad is wanted by nobody"
-
-
-def test_copies_of_fake_weights_are_fake(launches: Launches) -> None:
-    """A compiler's dry run of what is compiled already: nothing is quantised, looked up or kept."""
-    model, before = Mlp(), set(weight_cache._caches)
-    compiled(model, recipe="current", compiler="aot_eager")(torch.randn(4, 32)).sum().backward()
-    (copies,) = set(weight_cache._caches) - before
-    (record,) = copies.records.values()
-    weights = [weight() for weight in record.references]
-    args: list[Any] = [None] * (max(copies.positions) + 1)
-    for position, weight in zip(copies.positions, weights, strict=True):
-        args[position] = weight
-    real = copies.inputs(args, [])
-    launches.since()
-    with FakeTensorMode() as mode:
-        fake = copies.inputs([each if each is None else mode.from_tensor(each) for each in args], [])
-    assert launches.since() == 0 and list(copies.records.values()) == [record]
-    assert all(isinstance(each, FakeTensor) for each in fake)
-    assert [(each.shape, each.dtype) for each in fake] == [(each.shape, each.dtype) for each in real]

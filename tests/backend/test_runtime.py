@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from te_compile import runtime, state
+from te_compile import runtime, state, weight_cache
 from te_compile.recipe import DelayedScaling, Format
 from te_compile.runtime import Runner
+from tests.backend.models import Mlp
+from tests.compiling import compiled
 
 LENGTH = 4
 E4M3_ALONE = DelayedScaling(amax_history_len=LENGTH, fp8_format=Format.E4M3)
@@ -147,3 +149,26 @@ def test_states_of_fake_parameters_are_not_kept() -> None:
         fake = mode.from_tensor(torch.rand(3, 4))
         assert run(fake)[0] is not run(fake)[0]
     assert not run.found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_copies_of_fake_weights_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's dry run of what is compiled already: nothing is quantised, looked up or kept."""
+
+    def quantizes(*_: Any) -> NoReturn:
+        raise AssertionError("a fake weight is quantised")
+
+    model, before = Mlp(), set(weight_cache._caches)
+    compiled(model, recipe="current", compiler="aot_eager")(torch.randn(4, 32)).sum().backward()
+    (copies,) = set(weight_cache._caches) - before
+    (record,) = copies.records.values()
+    args: list[Any] = [None] * (max(copies.positions) + 1)
+    for position, weight in zip(copies.positions, record.references, strict=True):
+        args[position] = weight()
+    real = copies.inputs(args, [])
+    monkeypatch.setattr(weight_cache, "copies_of", quantizes)
+    with FakeTensorMode() as mode:
+        fake = copies.inputs([each if each is None else mode.from_tensor(each) for each in args], [])
+    assert list(copies.records.values()) == [record]
+    assert all(isinstance(each, FakeTensor) for each in fake)
+    assert [(each.shape, each.dtype) for each in fake] == [(each.shape, each.dtype) for each in real]
