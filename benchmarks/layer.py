@@ -4,8 +4,8 @@ Hidden 4096, feed-forward 16384, 32 heads, 4 x 2048 tokens; LayerNorm, fused qkv
 One row per variant: a training step (forward and backward, gradients dropped before), a forward without gradients, peak
 memory. te_fp8's rows also say how far its output and gradients lie from the same weights in high precision.
 
-One process times one variant after the other, and what ran before shows. ``--turns`` builds all variants, lets them take
-turns and gives each the best of its medians.
+One process times one variant after the other, and what ran before shows. ``--turns`` builds all variants, lets them
+take turns and gives each the best of its medians.
 """
 
 from __future__ import annotations
