@@ -173,7 +173,7 @@ def row_of(case: str) -> dict[str, Any]:
             raise RuntimeError("there is no C++ core with CUDA here")
         if not equal(site(*given[0], **given[1]), wanted):
             raise RuntimeError(f"played by {by} its results are others")
-        row[f"{by}_us"] = microseconds(lambda site=site: site(*given[0], **given[1]))  # type: ignore[misc]
+        row[f"{by}_us"] = microseconds(lambda site=site: site(*given[0], **given[1]))  # type: ignore[misc]  # a default that nobody gives
         if by == "python":
             row |= _launches(operator, given)
     row["beyond_us"] = row["core_us"] - row["launches_us"]

@@ -98,7 +98,7 @@ def scheduling(found: dict[bool, Schedule]) -> Iterator[Callable[..., Any]]:
             arguments.clear()
             return [torch.empty_like(each) if isinstance(each, Tensor) else each for each in values]
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True  # type: ignore[attr-defined]  # a mark that functions carry
         return run
 
     with ExitStack() as stack:

@@ -162,7 +162,7 @@ def test_copies_that_each_step_makes_anew_are_replayed_and_the_same(
         step(model)
     both = [(a.view(torch.uint8), b.view(torch.uint8)) for pair in made for a, b in zip(*pair, strict=True)]
     assert len(made) == 8 and all(torch.equal(a, b) for a, b in both)
-    assert len(records) == 1 and records[0].make.bound  # type: ignore[attr-defined]
+    assert len(records) == 1 and records[0].make.bound  # type: ignore[attr-defined]  # it is a place
 
 
 def test_a_plain_training_needs_no_more_memory_between_steps() -> None:
