@@ -30,20 +30,19 @@ from te_compile.passes.speed import HostCost
 LINEARS_A_LAYER = 4
 STACKS = (1, 3)
 TINY = layer.Work(hidden=256, intermediate=1024, heads=2, sequence=128, batch=1)
+PREFIXES = {BASELINE: "HIGH_PRECISION", FORCED: "FP8"}
+ROUNDS = 8
 SHAPE = (8192, 16384, 4096)  # M, N, K of the products whose rates count
 
 
 def seconds_a_call(call: Callable[[], Any], calls: int) -> float:
-    """The best mean of a few loops. Calls follow each other without waiting, as steps of a training do."""
-    best = float("inf")
-    for _ in range(4):
-        measure.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        measure.synchronize()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+    """The mean of a loop. Calls follow each other without waiting, as steps of a training do."""
+    measure.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    measure.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
 def host_cost(small: float, large: float, linears: Sequence[int]) -> HostCost:
@@ -53,19 +52,40 @@ def host_cost(small: float, large: float, linears: Sequence[int]) -> HostCost:
     return HostCost(step=max(0.0, small - slope * few), linear=slope)
 
 
-def tiny_steps(variant: str, compiler: str, calls: int) -> dict[str, HostCost]:
-    """What ``variant`` costs the host in training and in inference."""
-    times: dict[str, list[float]] = {"training": [], "inference": []}
-    for count in STACKS:
-        measure.fresh_start()
-        stack = nn.Sequential(*(layer.plain(TINY) for _ in range(count)))
-        x, dy = layer.data(TINY)
-        runnable = growth.compiled(variant, stack, compiler)
-        growth.settle(runnable, x, dy)
-        times["training"].append(1e6 * seconds_a_call(partial(layer.train_step, runnable, x, dy), calls))
-        times["inference"].append(1e6 * seconds_a_call(partial(growth.forward, runnable, x), calls))
-    linears = [LINEARS_A_LAYER * count for count in STACKS]
-    return {work: host_cost(*each, linears) for work, each in times.items()}
+Step = tuple[str, str, int]
+"""Variant, work and layers of a stack."""
+
+
+def tiny_steps(compiler: str) -> dict[Step, Callable[[], Any]]:
+    """A step of each variant, in training and in inference, of each stack; compiled, and run a few times."""
+    measure.fresh_start()
+    steps: dict[Step, Callable[[], Any]] = {}
+    for variant in PREFIXES:
+        for layers in STACKS:
+            x, dy = layer.data(TINY)
+            runnable = growth.compiled(variant, nn.Sequential(*(layer.plain(TINY) for _ in range(layers))), compiler)
+            growth.settle(runnable, x, dy)
+            steps[variant, "training", layers] = partial(layer.train_step, runnable, x, dy)
+            steps[variant, "inference", layers] = partial(growth.forward, runnable, x)
+    return steps
+
+
+def host_costs(compiler: str, calls: int) -> dict[str, HostCost]:
+    """What a step costs the host, by the names of te_compile/passes/speed.py.
+
+    The best of a few loops of each, which take turns: a host drifts by more than the variants differ.
+    """
+    steps = tiny_steps(compiler)
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(ROUNDS):
+        for step, call in steps.items():
+            best[step] = min(best[step], 1e6 * seconds_a_call(call, calls))
+    linears = [LINEARS_A_LAYER * layers for layers in STACKS]
+    return {
+        f"{prefix}_{work.upper()}": host_cost(*(best[variant, work, layers] for layers in STACKS), linears)
+        for variant, prefix in PREFIXES.items()
+        for work in ("training", "inference")
+    }
 
 
 def product_rates() -> dict[str, float]:
@@ -164,11 +184,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if DEVICE.type == "cuda":
         for each in (product_rates, attention_rate, memory_rates):
             rates |= attempted(each.__name__, each, rows)
-    hosts: dict[str, HostCost] = {}
-    for prefix, variant in (("HIGH_PRECISION", BASELINE), ("FP8", FORCED)):
-        for work, cost in tiny_steps(variant, arguments.compiler, arguments.calls).items():
-            hosts[f"{prefix}_{work.upper()}"] = cost
-            rows.write(what="constant", name=f"{prefix}_{work.upper()}", step=cost.step, linear=cost.linear)
+    hosts = host_costs(arguments.compiler, arguments.calls)
+    for name, cost in hosts.items():
+        rows.write(what="constant", name=name, step=cost.step, linear=cost.linear)
     print(as_source(rates, hosts))
     return rows.exit_status()
 
