@@ -26,8 +26,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 _ONE, _SIXTEENS, _SMALL, _WIDE = range(4)
 
 
-def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Run ``grid`` programs, or a rectangle of them, of a ``triton.jit`` kernel on the current device and stream.
+def launch(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run ``grid`` programs, in up to three dimensions, of a ``triton.jit`` kernel on the current device and stream.
 
     arguments: all parameters that are not constants, in their order, a tensor of the current device among them;
     constants: the others, and num_warps.
@@ -35,7 +35,8 @@ def launch(kernel: Any, grid: int | tuple[int, int], *arguments: Any, **constant
     if here.rehearsal is not None:
         here.rehearsal.launched(kernel, arguments, constants)
         return
-    programs = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
+    width, height, depth = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    programs = (width, height, depth)
     if triton.knobs.runtime.interpret:
         kernel[programs](*arguments, **constants)
         return

@@ -43,6 +43,7 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.generated import load_from
 from te_compile.kernels.launch import launch
+from te_compile.kernels.pointwise_parts import common_width, folding, part_text, with_parts_joined
 from te_compile.kernels.quantize import Tile, rule_constants
 from te_compile.kernels.spellings import (
     ONE_LESS_TANH_SQUARED,
@@ -51,7 +52,7 @@ from te_compile.kernels.spellings import (
     TIMES_SIGMOID,
     spelled,
 )
-from te_compile.ops.pointwise import Constant, Input, Operand, Place, Spec, extent, grouped, joined
+from te_compile.ops.pointwise import Constant, Input, Operand, Place, Spec, extent, grouped
 from te_compile.ops.quantize import padded
 from te_compile.recipe import ScaleRule
 
@@ -142,7 +143,7 @@ def _parameters(index: int, given: Input) -> list[str]:
     x = f"x{index}"
     if not given.parts:
         return [x, f"{x}_m", f"{x}_k"]
-    of_parts = (f"{x}p{part}{end}" for part in range(len(given.parts)) for end in ("", "_a", "_s", "_g", "_d"))
+    of_parts = (f"{x}p{part}{end}" for part in range(len(given.parts)) for end in ("", "_a", "_s", "_g"))
     return [*of_parts, f"{x}_length"]
 
 
@@ -152,8 +153,9 @@ def _read_text(index: int, given: Input) -> list[str]:
     if given.place is Place.SCALAR:
         loaded = f"tl.load({x})"
     elif given.parts:
-        lines = _part_text(x, given.parts)
-        loaded = f"read_part({x}_at, {x}_a, {x}_s, {x}_length, tile_m, m, k, in_rows, in_columns, EVEN, WHOLE)"
+        lines = part_text(x, given.parts)
+        rows = f"{x}_a, {x}_s, {x}_length, tile_m, tile_a, tile_s"
+        loaded = f"read_part({x}_at, {rows}, m, k, in_rows, in_columns, EVEN, WHOLE, ALIGNED)"
     else:
         where = f"{x}, {x}_m, {x}_k, tile_m, tile_k, m, k, in_rows, in_columns, EVEN"
         loaded = f"read_{given.place.name.lower()}({where})"
@@ -164,27 +166,6 @@ def _read_text(index: int, given: Input) -> list[str]:
     else:
         number = f"{loaded}.to(tl.float32)"
     return [*lines, f"{x} = {number}"]
-
-
-def _part_text(x: str, widths: tuple[int, ...]) -> list[str]:
-    """Which part a tile's columns are of, and where they start in it: a tile is never of two.
-
-    Indices are 32 bits wide, for dividing wider ones costs as much as all else that a small tile does.
-    """
-    lines = [f"{x}_turn, {x}_column = tile_k.to(tl.int32) // {sum(widths)}, tile_k.to(tl.int32) % {sum(widths)}"]
-    start = 0
-    for part, width in enumerate(widths):
-        p = f"{x}p{part}"
-        of_part = {
-            "at": p,
-            **{end: f"{p}_{end}" for end in "asgd"},
-            "within": f"{x}_turn * {width} + {x}_column - {start}",
-        }
-        for name, value in of_part.items():
-            chosen = f"tl.where({x}_column < {start}, {x}_{name}, {value})" if part else value
-            lines.append(f"{x}_{name} = {chosen}")
-        start += width
-    return [*lines, f"{x}_at = part_at({x}_at, {x}_g, {x}_d, {x}_within)"]
 
 
 _SOURCE = '''\
@@ -210,8 +191,9 @@ from te_compile.kernels.quantize import (
 @triton.jit
 def values(
     {inputs},
-    tile_m, tile_k, m, k, in_rows, in_columns,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    tile_m, tile_k, tile_a, tile_s, m, k, in_rows, in_columns,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     {body}
     return {returned}
@@ -221,15 +203,17 @@ def values(
 def measure(
     {inputs},
     {measured}, rows, columns,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     if {must_measure}:
-        tile_m, tile_k = corner(columns, ROWS, COLUMNS, FLAT, False)
+        tile_m, tile_k, tile_a, tile_s = corner(columns, ROWS, COLUMNS, FLAT, WHOLE, False)
         m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
         in_rows, in_columns = tile_m + m < rows, tile_k + k < columns
         {returned} = values(
             {arguments},
-            tile_m, tile_k, m, k, in_rows, in_columns, EVEN, WHOLE, ROWS, COLUMNS,
+            tile_m, tile_k, tile_a, tile_s, m, k, in_rows, in_columns,
+            EVEN, WHOLE, ALIGNED, HEAD, HEADS, ROWS, COLUMNS,
         )
         {record_measured}
 
@@ -240,11 +224,12 @@ def produce(
     {outputs}{quantized}, rows, columns, words,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     {layouts},
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     {scales}
     # Backwards after a measuring pass: the L2 still holds what that read last.
-    tile_m, tile_k = corner(columns, ROWS, COLUMNS, FLAT, MEASURED)
+    tile_m, tile_k, tile_a, tile_s = corner(columns, ROWS, COLUMNS, FLAT, WHOLE, MEASURED)
     word, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = tile_k + k < columns
     {tile}
@@ -333,7 +318,8 @@ def _quarters_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
             f"inside{j} = in_rows{j}[:, None] & in_columns[None, :]",
             f"{', '.join(f'{name}_{j}' for name in leaving)} = values(",
             f"    {arguments},",
-            f"    tile_m, tile_k, m{j}, k, in_rows{j}, in_columns, EVEN, WHOLE, ROWS // 4, COLUMNS,",
+            f"    tile_m, tile_k, tile_a, tile_s, m{j}, k, in_rows{j}, in_columns,",
+            "    EVEN, WHOLE, ALIGNED, HEAD, HEADS, ROWS // 4, COLUMNS,",
             ")",
         ]
         cast += [f"scaled{end}_{j} = scaled({root}_{j}, used{end})" for root, end in _ends(spec)]
@@ -407,14 +393,14 @@ NARROWEST = 32  # columns of a tile: below it, parts are joined before
 def _kernel_arguments(spec: Spec, inputs: list[Tensor]) -> list[Tensor | int]:
     """Each input as pointer, stride over rows, stride over columns, 0 where it does not vary.
 
-    An input in parts [A, S, G, D]: of each part pointer, strides over A, S and G, and D; then S.
+    An input in parts [A, S, G, D]: of each part pointer and strides over A, S and G; then S.
     """
     arguments: list[Tensor | int] = []
     for given, tensors in grouped(spec, inputs):
         x = tensors[0]
         if given.parts:
             for part in tensors:
-                arguments += [_bytes(part), *part.stride()[:3], part.shape[3]]
+                arguments += [_bytes(part), *part.stride()[:3]]
             arguments.append(x.shape[1])
         else:
             stride_m = x.stride(0) if given.place in (Place.FULL, Place.COLUMN) else 0
@@ -428,26 +414,11 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
-def _common_width(spec: Spec, inputs: list[Tensor]) -> int:
-    """The most columns that a tile may have, so that it lies within one run of each part; 0 for no limit, and 1 where
-    parts cannot be read as they lie."""
-    width = 0
-    for given, tensors in grouped(spec, inputs):
-        for part, columns in zip(tensors, given.parts, strict=False):
-            usable = part.stride(3) == 1 and part.shape[:2] == tensors[0].shape[:2]
-            width = math.gcd(width, columns, part.shape[3]) if usable else 1
-    return width & -width
-
-
-def _with_parts_joined(spec: Spec, inputs: list[Tensor]) -> tuple[Spec, list[Tensor]]:
-    """The same producer, of whole matrices."""
-    whole = tuple(dataclasses.replace(given, parts=()) for given in spec.inputs)
-    return dataclasses.replace(spec, inputs=whole), [joined(*each) for each in grouped(spec, inputs)]
-
-
-def _programs(across: int, down: int, flat: bool) -> int | tuple[int, int]:
-    """The programs of a launch, one a tile."""
-    return max(1, across * down) if flat else (max(1, across), max(1, down))
+def _programs(across: int, down: int, flat: bool, turns: int) -> int | tuple[int, ...]:
+    """The programs of a launch, one a tile. turns: the third dimension of their grid."""
+    if flat:
+        return max(1, across * down)
+    return (max(1, across), max(1, down)) if turns == 1 else (across, down // turns, turns)
 
 
 def fused_quantize(
@@ -497,20 +468,20 @@ def _produced(
     if max(rows, columns) > MOST:
         raise ValueError(f"a producer's matrix is {rows} x {columns}: each of the two may be at most {MOST}")
     tile = tile or tile_for(spec)
-    common = _common_width(spec, inputs)
+    common = common_width(spec, inputs)
     if 0 < common < NARROWEST:
-        spec, inputs = _with_parts_joined(spec, inputs)
+        spec, inputs = with_parts_joined(spec, inputs)
     elif 0 < common < tile.columns:
         tile = dataclasses.replace(tile, columns=common)
     x, module = inputs[0], kernels(spec)
     tiles_m, across = max(1, triton.cdiv(rows, tile.rows)), triton.cdiv(columns, tile.columns)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     even = rows % tile.rows == 0 and columns % tile.columns == 0
-    lengths = (tensors[0].shape[1] for given, tensors in grouped(spec, inputs) if given.parts)
-    whole = all(length % tile.rows == 0 for length in lengths)
     # Of a rectangle of programs each knows its tile without dividing, but it may not be deeper than that.
     flat = tiles_m > MOST_ROWS_OF_PROGRAMS
-    shape = {"EVEN": even, "WHOLE": whole, "FLAT": flat, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    constants, turns = folding(spec, inputs, tile.rows, flat)
+    programs = _programs(across, tiles_m, flat, turns)
+    shape = {"EVEN": even, **constants, "FLAT": flat, "ROWS": tile.rows, "COLUMNS": tile.columns}
     shape["num_warps"] = tile.warps
     if tile.registers is not None:
         shape["maxnreg"] = tile.registers
@@ -522,12 +493,12 @@ def _produced(
         partials = [buffers.empty(x, (tiles_m, columns), torch.float32) for _ in spec.sums]
         if measure:
             amaxes = itertools.chain(*((scale, of[2]) for scale, of in zip(scales, quantized, strict=True)))
-            launch(module.measure, _programs(across, tiles_m, flat), *arguments, *amaxes, rows, columns, **shape)
+            launch(module.measure, programs, *arguments, *amaxes, rows, columns, **shape)
         written: list[Tensor | None] = []
         for scale, (q, qt, amax, scale_inv) in zip(scales, quantized, strict=True):
             written += (scale, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv)
         launch(
-            module.produce, _programs(across, tiles_m, flat), *arguments, *emitted, *partials,
+            module.produce, programs, *arguments, *emitted, *partials,
             *written, rows, columns, padded(rows) // 4,
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, **flags, **shape,

@@ -131,19 +131,33 @@ def is_first():
 
 
 @triton.jit
-def corner(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, BACKWARDS: tl.constexpr):
-    """Where this program's tile begins: row and column, int64. ``FLAT``: programs are numbered row by row."""
+def corner(
+    columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr, BACKWARDS: tl.constexpr,
+):  # fmt: skip
+    """Where this program's tile begins: row and column, int64; then the row as an index a of A and one in S, int32.
+
+    ``FLAT``: programs are numbered row by row. ``WHOLE``: the grid's third dimension is A, so nobody divides; the last
+    two mean nothing without it.
+    """
     if FLAT:
         program = tl.program_id(0)
         if BACKWARDS:
             program = tl.num_programs(0) - 1 - program
         across = tl.cdiv(columns, COLUMNS)
-        down, right = program // across, program % across
+        down, right, a, within = program // across, program % across, 0, 0
     else:
-        down, right = tl.program_id(1), tl.program_id(0)
+        within, right, a = tl.program_id(1), tl.program_id(0), 0
+        if WHOLE:
+            a = tl.program_id(2)
         if BACKWARDS:
-            down, right = tl.num_programs(1) - 1 - down, tl.num_programs(0) - 1 - right
-    return down.to(tl.int64) * ROWS, right.to(tl.int64) * COLUMNS
+            within, right = tl.num_programs(1) - 1 - within, tl.num_programs(0) - 1 - right
+            if WHOLE:
+                a = tl.num_programs(2) - 1 - a
+        down = within
+        if WHOLE:
+            down += a * tl.num_programs(1)
+    return down.to(tl.int64) * ROWS, right.to(tl.int64) * COLUMNS, a, within * ROWS
 
 
 @triton.jit
@@ -195,23 +209,37 @@ def read_column(x, stride_m, stride_k, tile_m, tile_k, m, k, in_rows, in_columns
 
 
 @triton.jit
-def part_at(x, stride_g, width, column):
-    """Where column ``column`` of a part [A, S, G, D = width] starts."""
-    return x + (column // width).to(tl.int64) * stride_g + column % width
+def part_at(x, stride_g, turn, column, within, HEAD: tl.constexpr, HEADS: tl.constexpr):
+    """Where column ``within`` of a part [A, S, G, D = HEAD] starts: column ``column`` of its turn ``turn``.
+
+    ``HEADS``: a turn is as wide as a head, so it is the index in G.
+    """
+    if HEADS:
+        return x + turn.to(tl.int64) * stride_g + column
+    else:
+        return x + (within // HEAD).to(tl.int64) * stride_g + within % HEAD
 
 
 @triton.jit
 def read_part(
-    x, stride_a, stride_s, length, tile_m, m, k, in_rows, in_columns, EVEN: tl.constexpr, WHOLE: tl.constexpr
+    x, stride_a, stride_s, length, tile_m, tile_a, tile_s, m, k, in_rows, in_columns,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a part with S = ``length``, from the column at ``x`` on. ``WHOLE``: its rows have one index in A."""
-    first = tile_m.to(tl.int32)
+    """A tile of a part with S = ``length``, from the column at ``x`` on. ``WHOLE``: its rows have one index in A.
+
+    ``ALIGNED``: every row starts on a multiple of 16 bytes. Up to Triton 3.6 it does not know that of a pointer or a
+    stride that is one of several, and loads element by element, which takes a third longer.
+    """
+    if ALIGNED:
+        stride_a, stride_s = tl.multiple_of(stride_a, 16), tl.multiple_of(stride_s, 16)
     if WHOLE:
-        x += (first // length).to(tl.int64) * stride_a + (first % length).to(tl.int64) * stride_s
+        x += tile_a.to(tl.int64) * stride_a + tile_s.to(tl.int64) * stride_s
         rows = m * stride_s
     else:
-        row = first + m
+        row = tile_m.to(tl.int32) + m
         rows = (row // length).to(tl.int64) * stride_a + (row % length).to(tl.int64) * stride_s
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
     return read(x + rows[:, None] + k[None, :], in_rows[:, None] & in_columns[None, :], EVEN)
 
 
