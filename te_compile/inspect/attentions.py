@@ -19,6 +19,7 @@ _PRECISIONS = {"kept": "kept in high precision"}
 _KERNELS = {
     "cudnn": "on cuDNN, ahead of PyTorch's order",
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
+    "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
 _HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
 
@@ -39,7 +40,7 @@ class AttentionRow:
     heads_reason: why they stay copied.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn" or "flash" where that was chosen instead of what PyTorch would run; empty where it chooses.
+    kernel: "cudnn", "flash" or "te" where that was chosen instead of what PyTorch would run; empty where it chooses.
     """
 
     name: str

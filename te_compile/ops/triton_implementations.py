@@ -17,6 +17,8 @@ from torch import Tensor
 
 from te_compile.ops import calibration, registry
 from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
+from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
+from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -33,6 +35,8 @@ CAPABILITY = (8, 9)  # the first with FP8 conversion instructions
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST_HEAD = 128  # features: beyond it a program's registers do not hold the result
+NARROWEST_HEAD = 32  # features of one with a dropout: below it products are small beside what is done to each weight
+HOPPER = (9, 0)
 NOT_WANTED = -1
 
 
@@ -342,3 +346,67 @@ def cross_entropy_backward(
     from te_compile.kernels.cross_entropy import cross_entropy_backward as kernel
 
     return kernel(logits, targets, logsumexp, gradients, ignore_index, addend)
+
+
+def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+    if target.capability != HOPPER:
+        raise Unsupported(f"it is faster than PyTorch's on compute capability 9.0, this device has {target.capability}")
+    if not 0 < kept_share(arguments["probability"]) < kept_share(0.0):
+        raise Unsupported(f"a dropout of {arguments['probability']} drops none or all")
+
+
+def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
+    _check_dropout(target, arguments)
+    for name in ("q", "k", "v"):
+        if arguments[name].dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported(f"{name} is {arguments[name].dtype}, not of 16 bits")
+    width = arguments["q"].shape[3]
+    if not isinstance(width, int) or width % ALIGNMENT or not NARROWEST_HEAD <= width <= WIDEST_HEAD:
+        allowed = f"a multiple of {ALIGNMENT} from {NARROWEST_HEAD} to {WIDEST_HEAD}"
+        raise Unsupported(f"a head of {width} features is not {allowed}")
+
+
+@registry.register("dropout_bits", TRITON, priority=PRIORITY, check=_check_dropout)
+def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability: float) -> Tensor:
+    """``te::dropout_bits`` by kernels/dropout_bits.py."""
+    if heads * queries * keys == 0:
+        return dropout_bits_reference(seed, heads, queries, keys, probability)
+    from te_compile.kernels.dropout_bits import draw as kernel
+
+    return kernel(seed, heads, queries, keys, probability)
+
+
+@registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=_check_dropout_attention)
+def dropout_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``te::dropout_attention_forward`` by kernels/dropout_attention.py."""
+    operands = (q, k, v, bits, probability, causal, scale)
+    if q.numel() == 0 or k.numel() == 0:
+        return dropout_attention_reference(*operands)
+    from te_compile.kernels.dropout_attention import forward as kernel
+
+    return kernel(*operands)
+
+
+@registry.register("dropout_attention_backward", TRITON, priority=PRIORITY, check=_check_dropout_attention)
+def dropout_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    probability: float,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``te::dropout_attention_backward`` by kernels/dropout_attention.py."""
+    operands = (grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
+    if q.numel() == 0 or k.numel() == 0:
+        return dropout_attention_backward_reference(*operands)
+    from te_compile.kernels.dropout_attention import backward as kernel
+
+    return kernel(*operands)

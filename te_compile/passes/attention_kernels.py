@@ -6,11 +6,13 @@ library path shadows the one that PyTorch brings. What PyTorch avoids in those a
 are not multiples of 128 (pytorch#169849), so attention of other lengths can have the fast kernel all the same.
 
 cuDNN rounds the probability of a dropout to sixteenths (pytorch#174245), which PyTorch 2.11 does not mind. Attention
-that a model spells out, with a dropout of its own, must not come to that by becoming SDPA: it runs on flash.
+that a model spells out, with a dropout of its own, must not come to that by becoming SDPA: it runs on flash. Faster
+than flash is an operator of ours, where it can stand for the call (dropout_attentions.py); sixteenths are cuDNN's.
 
 Only what nobody else has decided is decided here: an order of kernels, a kernel switched off or an environment variable
-that the user has set stands, as does the draw of a dropout that the model itself asks a kernel for. Nor does a faster
-kernel help a step in which the GPU waits for the host: by the estimate of ``cost_model`` it keeps PyTorch's.
+that the user has set stands. Between PyTorch's kernels, so does the draw of a dropout that the model itself asks SDPA
+for. Nor does a faster kernel help a step in which the GPU waits for the host: by the estimate of ``cost_model`` it
+keeps PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.nn.attention import SDPBackend
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.dropout_attentions import draws_bits, with_bits
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED
@@ -48,6 +51,8 @@ _FLASH_FIRST = (
 )
 _UNTOUCHED_ORDER = [backend.value for backend in _FLASH_FIRST]
 """PyTorch's order of kernels where nothing, a newer cuDNN included, has changed it."""
+_CUDNN_FIRST = sorted(_UNTOUCHED_ORDER, key=lambda value: value != SDPBackend.CUDNN_ATTENTION.value)
+"""PyTorch's order with a newer cuDNN."""
 
 
 def _takes_flash_first() -> bool:
@@ -56,6 +61,14 @@ def _takes_flash_first() -> bool:
         return False
     order: list[int] = torch._C._get_sdp_priority_order()
     return order == _UNTOUCHED_ORDER and cudnn_version() >= _OLDEST
+
+
+def _takes_its_own_order() -> bool:
+    """Has the user left PyTorch's choice among its kernels as it is?"""
+    backends = torch.backends.cuda
+    every = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled)
+    order: list[int] = torch._C._get_sdp_priority_order()
+    return all(each() for each in every) and order in (_UNTOUCHED_ORDER, _CUDNN_FIRST)
 
 
 def _takes_cudnn_first() -> bool:
@@ -127,6 +140,8 @@ def is_faster_on(device: torch.device) -> bool:
 
 def _on(kernel: str, node: Node) -> Node:
     """Put a direct call of the kernel in the place of ``node``; returns the call."""
+    if kernel == "te":
+        return with_bits(node)
     write = Writer(node)
     operands = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
@@ -161,7 +176,7 @@ def choose_attention_kernels(
     chosen = 0
     for index in changeable:
         attention = plan.attentions[index]
-        kernel = _kernel_for(attention.node, speed_counts, able)
+        kernel = _kernel_for(attention.node, options, speed_counts, able)
         if kernel:
             plan.attentions[index] = replace(attention, node=_on(kernel, attention.node), kernel=kernel)
             chosen += 1
@@ -176,8 +191,10 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     return node not in graphs[id(node.graph)] and _is_plain(node) and is_faster_on(value_of(node).device)
 
 
-def _kernel_for(node: Node, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:
+def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:
     """The kernel to call instead of the one that PyTorch would; "" for none."""
+    if speed_counts and _is_rounded(node) and _takes_its_own_order() and draws_bits(node, options):
+        return "te"
     if speed_counts and _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"
     rounds = RECOGNISED in node.meta and _is_rounded(node)

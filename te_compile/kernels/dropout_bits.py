@@ -1,0 +1,83 @@
+"""Drawing and reading the bits of a dropout: see ops/dropout_bits.py for what they are and where they lie.
+
+Bits lie where the threads want them. In the accumulators of Hopper's products a thread holds columns 2 l and 2 l + 1 of
+every eight, so the bits of all that a thread holds of a row are in half a word, at places known when the kernel is
+compiled, and the select takes one instruction.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_compile.kernels import buffers
+from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.launch import launch
+from te_compile.ops.dropout_bits import PLACES, ROUNDS, kept_share, words_of
+
+_ROUNDS, _CALLS = tl.constexpr(ROUNDS), tl.constexpr(PLACES // 4)
+WORDS_A_PROGRAM = 512
+
+
+@triton.jit
+def _kept(kept, random, SHARE: tl.constexpr, PLACE: tl.constexpr):
+    """One more binary place of the share: a bit is on with probability (its place's digit + what it was before) / 2."""
+    if (SHARE >> PLACE) & 1:
+        return kept | random
+    else:
+        return kept & random
+
+
+@triton.jit
+def _draw_kernel(seed, bits, words, SHARE: tl.constexpr, BLOCK: tl.constexpr):
+    key = tl.load(seed)
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low, high = (word & 0xFFFFFFFF).to(tl.uint32), (word >> 32).to(tl.uint32)
+    none = tl.zeros((BLOCK,), tl.uint32)
+    kept = none
+    for call in tl.static_range(_CALLS):
+        first, second, third, fourth = tl.philox(key, low, none + call, high, none, _ROUNDS)
+        kept = _kept(kept, first, SHARE, 4 * call)
+        kept = _kept(kept, second, SHARE, 4 * call + 1)
+        kept = _kept(kept, third, SHARE, 4 * call + 2)
+        kept = _kept(kept, fourth, SHARE, 4 * call + 3)
+    tl.store(bits + word, kept.to(tl.int32, bitcast=True), mask=word < words)
+
+
+def draw(seed: Tensor, heads: int, queries: int, keys: int, probability: float) -> Tensor:
+    """See ``dropout_bits_reference`` in ops/dropout_bits.py."""
+    with on_device_of(seed):
+        bits = buffers.empty(seed, (heads, words_of(keys), queries), torch.int32)
+        launch(
+            _draw_kernel, triton.cdiv(bits.numel(), WORDS_A_PROGRAM), seed, bits, bits.numel(),
+            SHARE=kept_share(probability), BLOCK=WORDS_A_PROGRAM, num_warps=4,
+        )  # fmt: skip
+    return bits
+
+
+@triton.jit
+def _chosen():
+    """[8, 1, 2]: the bit of each of eight columns' places in half a word, for pairs of columns."""
+    return 1 << (2 * tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, None, :])
+
+
+@triton.jit
+def keeps(bits, tile_m, tile_n, queries, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+    """Which weights of a tile of M queries and N keys are kept: [M, N]."""
+    m = tile_m + tl.arange(0, M)
+    at = bits + (tile_n // 32 + tl.arange(0, N // 32))[None, :] * queries + m[:, None]
+    words = tl.load(at) if EVEN else tl.load(at, mask=(m < queries)[:, None], other=0)
+    halves = tl.reshape(words, (M, N // 64, 2, 1)) >> (16 * tl.arange(0, 2))[None, None, None, :]
+    return tl.reshape((tl.reshape(halves, (M, N // 64, 1, 4, 1)) & _chosen()[None, None, :, :, :]) != 0, (M, N))
+
+
+@triton.jit
+def keeps_across(bits, tile_m, tile_n, queries, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+    """The same with a row for each key: [N, M]."""
+    m = tile_m + tl.arange(0, M)
+    at = bits + (tile_n // 32 + tl.arange(0, N // 32))[:, None] * queries + m[None, :]
+    words = tl.load(at) if EVEN else tl.load(at, mask=(m < queries)[None, :], other=0)
+    halves = tl.reshape(words, (N // 64, 2, 1, M)) >> (16 * tl.arange(0, 2))[None, None, :, None]
+    return tl.reshape((tl.reshape(halves, (N // 64, 1, 4, 1, M)) & _chosen()[None, :, :, :, None]) != 0, (N, M))

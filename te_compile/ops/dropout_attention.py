@@ -1,0 +1,176 @@
+"""``te::dropout_attention``: scaled dot-product attention with dropout, in the precision of its operands.
+
+    p = softmax(q · kᵀ · scale)      z = keep ? 1 / (1 - probability) : 0      out = (p ∘ z) · v
+
+    ds = p ∘ (z ∘ (dout · vᵀ) - Σ dout ∘ out) · scale
+    dv = (p ∘ z)ᵀ · dout             dq = ds · k                               dk = dsᵀ · q
+
+A composite, as ``te::linear`` is: after AOTAutograd the joint graph holds a seed that PyTorch's generator draws, the
+bits that ``te::dropout_bits`` draws from it, and the two operators, which read the same bits. The probability is that
+of sixteen binary places (``kept_share``), and z makes the expectation of p ∘ z equal to p by just that.
+
+It has nothing to do with FP8. PyTorch's flash kernels draw each number twice and round the probability to 1 / 256,
+cuDNN's round it to sixteenths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.ops import registry
+from te_compile.ops.dropout_bits import DROPOUT_BITS, PLACES, kept_share, unpacked
+from te_compile.ops.fp8_attention import visible
+from te_compile.ops.library import define, define_composite
+
+SEEDS = 2**62
+
+
+def _weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """The logits of [B, S, H, D]: fp32 [B, H, Sq, Sk]."""
+    query, key = (x.transpose(1, 2).float() for x in (q, k))
+    scores = query @ key.transpose(2, 3) * scale
+    seen = visible(scores.shape[2], scores.shape[3], q.device)
+    return scores.masked_fill(~seen, -torch.inf) if causal else scores
+
+
+def _factors(bits: Tensor, like: Tensor, probability: float) -> Tensor:
+    """z, in the shape of the weights."""
+    return unpacked(bits, like.shape[3]).view(like.shape) * (2**PLACES / kept_share(probability))
+
+
+def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.transpose(1, 2).to(dtype).contiguous()
+
+
+@registry.register("dropout_attention_forward", registry.REFERENCE)
+def dropout_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See the module. q: [B, Sq, H, D], k and v: [B, Sk, H, D], of one dtype, any strides; bits: int32 [B · H, W, Sq].
+
+    Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq].
+    """
+    scores = _weights(q, k, causal, scale)
+    kept = scores.softmax(3) * _factors(bits, scores, probability)
+    return _in_rows(kept @ v.transpose(1, 2).float(), q.dtype), scores.logsumexp(3)
+
+
+@registry.register("dropout_attention_backward", registry.REFERENCE)
+def dropout_attention_backward_reference(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    probability: float,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the module. grad: [B, Sq, H, D]; out and logsumexp: as forward returned them.
+
+    Returns dq, dk and dv in the shapes and dtype of q, k and v, contiguous.
+    """
+    scores = _weights(q, k, causal, scale)
+    p, z = torch.exp(scores - logsumexp.unsqueeze(3)), _factors(bits, scores, probability)
+    dout, query, key, value, result = (x.transpose(1, 2).float() for x in (grad, q, k, v, out))
+    shift = (dout * result).sum(dim=3, keepdim=True)
+    ds = p * (z * (dout @ value.transpose(2, 3)) - shift) * scale
+    dq, dk, dv = ds @ key, ds.transpose(2, 3) @ query, (p * z).transpose(2, 3) @ dout
+    return _in_rows(dq, q.dtype), _in_rows(dk, q.dtype), _in_rows(dv, q.dtype)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    probability: float,
+    causal: bool,
+    scale: float,
+    implementation: str = registry.REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    function = registry.function_of("dropout_attention_forward", implementation)
+    return function(q, k, v, bits, probability, causal, scale)
+
+
+def _forward_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _width = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=torch.float32)
+
+
+DROPOUT_ATTENTION_FORWARD = define(
+    "dropout_attention_forward(Tensor q, Tensor k, Tensor v, Tensor bits, float probability, bool causal, "
+    'float scale, str implementation="reference") -> (Tensor out, Tensor logsumexp)',
+    _forward,
+    _forward_fake,
+)
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    probability: float,
+    causal: bool,
+    scale: float,
+    implementation: str = registry.REFERENCE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    function = registry.function_of("dropout_attention_backward", implementation)
+    return function(grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
+
+
+def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+DROPOUT_ATTENTION_BACKWARD = define(
+    "dropout_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bits, Tensor out, Tensor logsumexp, "
+    'float probability, bool causal, float scale, str implementation="reference") -> (Tensor dq, Tensor dk, Tensor dv)',
+    _backward,
+    _backward_fake,
+)
+
+
+class _DropoutAttention(torch.autograd.Function):
+    """The module's formulas, in operators of the joint graph; all tensors are [B, S, H, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> Tensor:
+        batch, queries, heads, _ = q.shape
+        seed = torch.randint(SEEDS, (1,), device=q.device)
+        bits = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability)
+        out, logsumexp = DROPOUT_ATTENTION_FORWARD(q, k, v, bits, probability, causal, scale)
+        ctx.save_for_backward(q, k, v, bits, out, logsumexp)
+        ctx.constants = probability, causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = DROPOUT_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if needed else None for gradient, needed in wanted), None, None, None
+
+
+def dropout_attention(q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> Tensor:
+    """q: [B, H, Sq, D], k and v: [B, H, Sk, D], of one dtype; causal only where Sq = Sk. Returns [B, H, Sq, D].
+
+    The result lies in memory as [B, Sq, H, D], for the output projection to read. probability: of dropping a weight,
+    one that ``kept_share`` knows from 0 and 1.
+    """
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    return _DropoutAttention.apply(*rows, probability, causal, scale).transpose(1, 2)
+
+
+DROPOUT_ATTENTION = define_composite(
+    "dropout_attention(Tensor q, Tensor k, Tensor v, float probability, bool causal, float scale) -> Tensor",
+    dropout_attention,
+)
