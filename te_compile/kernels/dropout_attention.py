@@ -12,8 +12,13 @@ anew, seven products in place of five, and nothing is added up by atomics: the s
                 flash forward 1014                flash backward 2507             3521
                 cuDNN forward  962                cuDNN backward 1740             2702
 
-``nothing`` is a 0 that the compiler does not know. It would move the select of a constant past the cast to 16 bits, and
-take the pairs apart that the cast makes.
+Three things are written as they are for the machine code that comes of them (``tests/kernels/test_wgmma_code.py``):
+
+- ``nothing`` is a 0 that the compiler does not know. It would move the select of a constant past the cast to 16 bits,
+  and take the pairs apart that the cast makes.
+- Each kernel has one loop. Where causal attention had one for the keys that all queries see and one for the others,
+  ptxas let no product run beside anything.
+- Nor does it in the forward pass without a mask, unless something that differs by rows is added to the scores: 0.
 """
 
 from __future__ import annotations
@@ -74,22 +79,31 @@ def _bits_of_head(bits, queries, keys):
 
 
 @triton.jit
-def _attend(
-    q, acc, total, top, k, v, bits, begin, end, tile_m, k_row, v_row, queries, keys, nothing,
-    SCALE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+def _forward_kernel(
+    q, k, v, bits, out, logsumexp, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    heads, queries, keys, zero,
+    SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from ``begin`` to ``end`` in. ``MASKED``: some of them are hidden, or there are none."""
-    for tile_n in tl.range(begin, end, N, num_stages=STAGES):
+    tile_m, nothing = tl.program_id(0) * M, zero.to(tl.float32)
+    m = tile_m + tl.arange(0, M)
+    k, v = _head(k, k_batch, k_head, heads), _head(v, v_batch, v_head, heads)
+    bits = _bits_of_head(bits, queries, keys)
+    q_here = _rows(_head(q, q_batch, q_head, heads), q_row, tile_m, M, queries, WIDTH, D, EVEN)
+    acc, total = tl.zeros((M, D), tl.float32), tl.zeros((M,), tl.float32)
+    top = tl.full((M,), float("-inf"), tl.float32)
+    end = tl.minimum(tile_m + M, keys) if CAUSAL else keys
+    for tile_n in tl.range(0, end, N, num_stages=STAGES):
         keys_here = _rows(k, k_row, tile_n, N, keys, WIDTH, D, EVEN)
         kept = keeps(bits, tile_m, tile_n, queries, M, N, EVEN)
-        scores = tl.dot(q, tl.trans(keys_here))
-        if MASKED:
-            n = tile_n + tl.arange(0, N)[None, :]
-            seen = n < keys
-            if CAUSAL:
-                seen = seen & (n <= tile_m + tl.arange(0, M)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.dot(q_here, tl.trans(keys_here))
+        n = tile_n + tl.arange(0, N)
+        if CAUSAL:
+            scores = tl.where(n[None, :] <= m[:, None], scores, float("-inf"))
+        else:
+            scores += (m * nothing)[:, None]
+        if not EVEN:
+            scores = tl.where((n < keys)[None, :], scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1) * SCALE)
         weights = tl.exp2(scores * SCALE - new[:, None])
         shrink = tl.exp2(top - new)
@@ -99,40 +113,9 @@ def _attend(
         acc = acc * shrink[:, None]
         values_here = _rows(v, v_row, tile_n, N, keys, WIDTH, D, EVEN)
         acc = tl.dot(weights.to(values_here.dtype), values_here, acc)
-    return acc, total, top
-
-
-@triton.jit
-def _forward_kernel(
-    q, k, v, bits, out, logsumexp, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    heads, queries, keys, zero,
-    SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    tile_m, nothing = tl.program_id(0) * M, zero.to(tl.float32)
-    k, v = _head(k, k_batch, k_head, heads), _head(v, v_batch, v_head, heads)
-    bits = _bits_of_head(bits, queries, keys)
-    q_here = _rows(_head(q, q_batch, q_head, heads), q_row, tile_m, M, queries, WIDTH, D, EVEN)
-    acc, total = tl.zeros((M, D), tl.float32), tl.zeros((M,), tl.float32)
-    top = tl.full((M,), float("-inf"), tl.float32)
-    clear, end = keys // N * N, keys
-    if CAUSAL:
-        clear, end = tl.minimum(tile_m // N * N, clear), tl.minimum(tile_m + M, keys)
-    acc, total, top = _attend(
-        q_here, acc, total, top, k, v, bits, 0, clear, tile_m, k_row, v_row, queries, keys, nothing,
-        SCALE, False, CAUSAL, WIDTH, D, M, N, EVEN, STAGES,
-    )  # fmt: skip
-    if CAUSAL or not EVEN:
-        acc, total, top = _attend(
-            q_here, acc, total, top, k, v, bits, clear, end, tile_m, k_row, v_row, queries, keys, nothing,
-            SCALE, True, CAUSAL, WIDTH, D, M, N, EVEN, STAGES,
-        )  # fmt: skip
-    out_row = heads * WIDTH
-    _write_rows(
-        _head(out, queries * out_row, WIDTH, heads), acc * (GROWTH / total)[:, None], out_row,
-        tile_m, M, queries, WIDTH, D,
-    )  # fmt: skip
-    m = tile_m + tl.arange(0, M)
+    row = heads * WIDTH
+    acc *= (GROWTH / total)[:, None]
+    _write_rows(_head(out, queries * row, WIDTH, heads), acc, row, tile_m, M, queries, WIDTH, D)
     at = logsumexp + tl.program_id(1).to(tl.int64) * queries + m
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=m < queries)
 
@@ -161,31 +144,6 @@ def _of_queries(x, tile, M: tl.constexpr, queries, OTHER: tl.constexpr, EVEN: tl
 
 
 @triton.jit
-def _take_queries(
-    dk, dv, k, v, q, grad, bits, logsumexp, shifts, begin, end, tile_n, q_row, grad_row, queries, nothing,
-    SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add what the queries from ``begin`` to ``end`` give. ``CAUSAL``: some of them do not see all of these keys."""
-    for tile_m in tl.range(begin, end, M, num_stages=STAGES):
-        q_here = _rows(q, q_row, tile_m, M, queries, WIDTH, D, EVEN)
-        kept = keeps_across(bits, tile_m, tile_n, queries, M, N, EVEN)
-        scores = tl.dot(k, tl.trans(q_here))
-        # Past the last query a sum without end makes every weight 0.
-        sums = _of_queries(logsumexp, tile_m, M, queries, float("inf"), EVEN)
-        weights = tl.exp2(scores * SCALE - (sums * _LOG2_E)[None, :])
-        if CAUSAL:
-            n, m = tile_n + tl.arange(0, N)[:, None], tile_m + tl.arange(0, M)[None, :]
-            weights = tl.where(n <= m, weights, 0.0)
-        dout = _rows(grad, grad_row, tile_m, M, queries, WIDTH, D, EVEN)
-        upstream = tl.where(kept, tl.dot(v, tl.trans(dout)) * GROWTH, nothing)
-        dv = tl.dot(tl.where(kept, weights, nothing).to(dout.dtype), dout, dv)
-        shift = _of_queries(shifts, tile_m, M, queries, 0.0, EVEN)
-        dk = tl.dot((weights * (upstream - shift[None, :])).to(q_here.dtype), q_here, dk)
-    return dk, dv
-
-
-@triton.jit
 def _keys_kernel(
     grad, q, k, v, bits, logsumexp, shifts, dk, dv, grad_batch, grad_row, grad_head,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, heads, queries, keys, zero,
@@ -194,49 +152,31 @@ def _keys_kernel(
 ):  # fmt: skip
     """dk and dv of N keys."""
     tile_n, nothing = tl.program_id(0) * N, zero.to(tl.float32)
+    n = tile_n + tl.arange(0, N)
     grad, q = _head(grad, grad_batch, grad_head, heads), _head(q, q_batch, q_head, heads)
     head = tl.program_id(1).to(tl.int64)
     bits, logsumexp, shifts = _bits_of_head(bits, queries, keys), logsumexp + head * queries, shifts + head * queries
     k_here = _rows(_head(k, k_batch, k_head, heads), k_row, tile_n, N, keys, WIDTH, D, EVEN)
     v_here = _rows(_head(v, v_batch, v_head, heads), v_row, tile_n, N, keys, WIDTH, D, EVEN)
     dk_sum, dv_sum = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
-    begin = 0
-    if CAUSAL:
-        diagonal = tile_n // M * M
-        begin = tl.minimum(tl.cdiv(tile_n + N, M) * M, tl.cdiv(queries, M) * M)
-        dk_sum, dv_sum = _take_queries(
-            dk_sum, dv_sum, k_here, v_here, q, grad, bits, logsumexp, shifts, diagonal, begin, tile_n, q_row, grad_row,
-            queries, nothing, SCALE, GROWTH, True, WIDTH, D, M, N, EVEN, STAGES,
-        )  # fmt: skip
-    dk_sum, dv_sum = _take_queries(
-        dk_sum, dv_sum, k_here, v_here, q, grad, bits, logsumexp, shifts, begin, queries, tile_n, q_row, grad_row,
-        queries, nothing, SCALE, GROWTH, False, WIDTH, D, M, N, EVEN, STAGES,
-    )  # fmt: skip
+    begin = tile_n // M * M if CAUSAL else 0
+    for tile_m in tl.range(begin, queries, M, num_stages=STAGES):
+        q_here = _rows(q, q_row, tile_m, M, queries, WIDTH, D, EVEN)
+        kept = keeps_across(bits, tile_m, tile_n, queries, M, N, EVEN)
+        scores = tl.dot(k_here, tl.trans(q_here))
+        # Past the last query a sum without end makes every weight 0.
+        sums = _of_queries(logsumexp, tile_m, M, queries, float("inf"), EVEN)
+        weights = tl.exp2(scores * SCALE - (sums * _LOG2_E)[None, :])
+        if CAUSAL:
+            weights = tl.where(n[:, None] <= (tile_m + tl.arange(0, M))[None, :], weights, 0.0)
+        dout = _rows(grad, grad_row, tile_m, M, queries, WIDTH, D, EVEN)
+        upstream = tl.where(kept, tl.dot(v_here, tl.trans(dout)) * GROWTH, nothing)
+        dv_sum = tl.dot(tl.where(kept, weights, nothing).to(dout.dtype), dout, dv_sum)
+        shift = _of_queries(shifts, tile_m, M, queries, 0.0, EVEN)
+        dk_sum = tl.dot((weights * (upstream - shift[None, :])).to(q_here.dtype), q_here, dk_sum)
     row = heads * WIDTH
     _write_rows(_head(dk, keys * row, WIDTH, heads), dk_sum * FACTOR, row, tile_n, N, keys, WIDTH, D)
     _write_rows(_head(dv, keys * row, WIDTH, heads), dv_sum * GROWTH, row, tile_n, N, keys, WIDTH, D)
-
-
-@triton.jit
-def _take_keys(
-    dq, q, grad, sums, shift, k, v, bits, begin, end, tile_m, k_row, v_row, queries, keys, nothing,
-    SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add what the keys from ``begin`` to ``end`` give. ``CAUSAL``: some of these queries do not see all of them."""
-    for tile_n in tl.range(begin, end, N, num_stages=STAGES):
-        keys_here = _rows(k, k_row, tile_n, N, keys, WIDTH, D, EVEN)
-        kept = keeps(bits, tile_m, tile_n, queries, M, N, EVEN)
-        weights = tl.exp2(tl.dot(q, tl.trans(keys_here)) * SCALE - sums[:, None])
-        n, m = tile_n + tl.arange(0, N)[None, :], tile_m + tl.arange(0, M)[:, None]
-        if CAUSAL:
-            weights = tl.where(n <= m, weights, 0.0)
-        if not EVEN:  # where there is no key its score is 0, which may be far above all others
-            weights = tl.where(n < keys, weights, 0.0)
-        values_here = _rows(v, v_row, tile_n, N, keys, WIDTH, D, EVEN)
-        upstream = tl.where(kept, tl.dot(grad, tl.trans(values_here)) * GROWTH, nothing)
-        dq = tl.dot((weights * (upstream - shift[:, None])).to(keys_here.dtype), keys_here, dq)
-    return dq
 
 
 @triton.jit
@@ -248,6 +188,7 @@ def _queries_kernel(
 ):  # fmt: skip
     """dq of M queries."""
     tile_m, nothing = tl.program_id(0) * M, zero.to(tl.float32)
+    m = tile_m + tl.arange(0, M)
     k, v = _head(k, k_batch, k_head, heads), _head(v, v_batch, v_head, heads)
     head = tl.program_id(1).to(tl.int64)
     bits = _bits_of_head(bits, queries, keys)
@@ -256,18 +197,19 @@ def _queries_kernel(
     sums = _of_queries(logsumexp + head * queries, tile_m, M, queries, float("inf"), EVEN) * _LOG2_E
     shift = _of_queries(shifts + head * queries, tile_m, M, queries, 0.0, EVEN)
     dq_sum = tl.zeros((M, D), tl.float32)
-    clear = keys
-    if CAUSAL:
-        clear = tl.minimum(tile_m // N * N, keys)
-    dq_sum = _take_keys(
-        dq_sum, q_here, dout, sums, shift, k, v, bits, 0, clear, tile_m, k_row, v_row, queries, keys, nothing,
-        SCALE, GROWTH, False, WIDTH, D, M, N, EVEN, STAGES,
-    )  # fmt: skip
-    if CAUSAL:
-        dq_sum = _take_keys(
-            dq_sum, q_here, dout, sums, shift, k, v, bits, clear, tl.minimum(tile_m + M, keys), tile_m, k_row, v_row,
-            queries, keys, nothing, SCALE, GROWTH, True, WIDTH, D, M, N, EVEN, STAGES,
-        )  # fmt: skip
+    end = tl.minimum(tile_m + M, keys) if CAUSAL else keys
+    for tile_n in tl.range(0, end, N, num_stages=STAGES):
+        keys_here = _rows(k, k_row, tile_n, N, keys, WIDTH, D, EVEN)
+        kept = keeps(bits, tile_m, tile_n, queries, M, N, EVEN)
+        weights = tl.exp2(tl.dot(q_here, tl.trans(keys_here)) * SCALE - sums[:, None])
+        n = tile_n + tl.arange(0, N)
+        if CAUSAL:
+            weights = tl.where(n[None, :] <= m[:, None], weights, 0.0)
+        if not EVEN:  # where there is no key its score is 0, which may be far above all others
+            weights = tl.where((n < keys)[None, :], weights, 0.0)
+        values_here = _rows(v, v_row, tile_n, N, keys, WIDTH, D, EVEN)
+        upstream = tl.where(kept, tl.dot(dout, tl.trans(values_here)) * GROWTH, nothing)
+        dq_sum = tl.dot((weights * (upstream - shift[:, None])).to(keys_here.dtype), keys_here, dq_sum)
     row = heads * WIDTH
     _write_rows(_head(dq, queries * row, WIDTH, heads), dq_sum * FACTOR, row, tile_m, M, queries, WIDTH, D)
 

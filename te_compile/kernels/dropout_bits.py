@@ -31,28 +31,42 @@ def _kept(kept, random, SHARE: tl.constexpr, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(seed, bits, words, SHARE: tl.constexpr, BLOCK: tl.constexpr):
-    key = tl.load(seed)
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _are_hidden(first, last, queries, count):
+    """Are the words from the first to the last all of one row, and of keys that come after its queries?"""
+    row = first // queries
+    return (row == last // queries) & (last % queries < row % count // 2 * 64)
+
+
+@triton.jit
+def _draw_kernel(
+    seed, bits, words, queries, count, SHARE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if CAUSAL:
+        hidden = _are_hidden(first, first + BLOCK - 1, queries, count)
+        if hidden:
+            return
+    key, word = tl.load(seed), first + tl.arange(0, BLOCK)
     low, high = (word & 0xFFFFFFFF).to(tl.uint32), (word >> 32).to(tl.uint32)
     none = tl.zeros((BLOCK,), tl.uint32)
     kept = none
     for call in tl.static_range(_CALLS):
-        first, second, third, fourth = tl.philox(key, low, none + call, high, none, _ROUNDS)
-        kept = _kept(kept, first, SHARE, 4 * call)
-        kept = _kept(kept, second, SHARE, 4 * call + 1)
-        kept = _kept(kept, third, SHARE, 4 * call + 2)
-        kept = _kept(kept, fourth, SHARE, 4 * call + 3)
+        one, two, three, four = tl.philox(key, low, none + call, high, none, _ROUNDS)
+        kept = _kept(kept, one, SHARE, 4 * call)
+        kept = _kept(kept, two, SHARE, 4 * call + 1)
+        kept = _kept(kept, three, SHARE, 4 * call + 2)
+        kept = _kept(kept, four, SHARE, 4 * call + 3)
     tl.store(bits + word, kept.to(tl.int32, bitcast=True), mask=word < words)
 
 
-def draw(seed: Tensor, heads: int, queries: int, keys: int, probability: float) -> Tensor:
+def draw(seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool = False) -> Tensor:
     """See ``dropout_bits_reference`` in ops/dropout_bits.py."""
+    count = words_of(keys)
     with on_device_of(seed):
-        bits = buffers.empty(seed, (heads, words_of(keys), queries), torch.int32)
+        bits = buffers.empty(seed, (heads, count, queries), torch.int32)
         launch(
-            _draw_kernel, triton.cdiv(bits.numel(), WORDS_A_PROGRAM), seed, bits, bits.numel(),
-            SHARE=kept_share(probability), BLOCK=WORDS_A_PROGRAM, num_warps=4,
+            _draw_kernel, triton.cdiv(bits.numel(), WORDS_A_PROGRAM), seed, bits, bits.numel(), queries, count,
+            SHARE=kept_share(probability), CAUSAL=causal, BLOCK=WORDS_A_PROGRAM, num_warps=4,
         )  # fmt: skip
     return bits
 

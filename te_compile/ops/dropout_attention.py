@@ -147,7 +147,7 @@ class _DropoutAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> Tensor:
         batch, queries, heads, _ = q.shape
         seed = torch.randint(SEEDS, (1,), device=q.device)
-        bits = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability)
+        bits = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability, causal)
         out, logsumexp = DROPOUT_ATTENTION_FORWARD(q, k, v, bits, probability, causal, scale)
         ctx.save_for_backward(q, k, v, bits, out, logsumexp)
         ctx.constants = probability, causal, scale

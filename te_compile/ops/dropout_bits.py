@@ -61,8 +61,11 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
 
 
 @registry.register("dropout_bits", registry.REFERENCE)
-def dropout_bits_reference(seed: Tensor, heads: int, queries: int, keys: int, probability: float) -> Tensor:
-    """See the module. seed: int64 [1]; heads: B · H; probability: of dropping. Returns int32 [heads, W, queries]."""
+def dropout_bits_reference(
+    seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool = False
+) -> Tensor:
+    """See the module. seed: int64 [1]; heads: B · H; probability: of dropping; causal: bits of keys that come after
+    their query may be anything. Returns int32 [heads, W, queries]."""
     share = kept_share(probability)
     shape = heads, words_of(keys), queries
     word = torch.arange(shape[0] * shape[1] * shape[2], device=seed.device)
@@ -84,9 +87,15 @@ def unpacked(bits: Tensor, keys: int) -> Tensor:
 
 
 def _dropout_bits(
-    seed: Tensor, heads: int, queries: int, keys: int, probability: float, implementation: str = registry.REFERENCE
+    seed: Tensor,
+    heads: int,
+    queries: int,
+    keys: int,
+    probability: float,
+    causal: bool,
+    implementation: str = registry.REFERENCE,
 ) -> Tensor:
-    return registry.function_of("dropout_bits", implementation)(seed, heads, queries, keys, probability)
+    return registry.function_of("dropout_bits", implementation)(seed, heads, queries, keys, probability, causal)
 
 
 def _dropout_bits_fake(seed: Tensor, heads: int, queries: int, keys: int, *_: Any, **__: Any) -> Tensor:
@@ -94,7 +103,7 @@ def _dropout_bits_fake(seed: Tensor, heads: int, queries: int, keys: int, *_: An
 
 
 DROPOUT_BITS = define(
-    "dropout_bits(Tensor seed, int heads, int queries, int keys, float probability, "
+    "dropout_bits(Tensor seed, int heads, int queries, int keys, float probability, bool causal, "
     'str implementation="reference") -> Tensor',
     _dropout_bits,
     _dropout_bits_fake,

@@ -368,13 +368,13 @@ def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
 
 
 @registry.register("dropout_bits", TRITON, priority=PRIORITY, check=_check_dropout)
-def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability: float) -> Tensor:
+def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool) -> Tensor:
     """``te::dropout_bits`` by kernels/dropout_bits.py."""
     if heads * queries * keys == 0:
-        return dropout_bits_reference(seed, heads, queries, keys, probability)
+        return dropout_bits_reference(seed, heads, queries, keys, probability, causal)
     from te_compile.kernels.dropout_bits import draw as kernel
 
-    return kernel(seed, heads, queries, keys, probability)
+    return kernel(seed, heads, queries, keys, probability, causal)
 
 
 @registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=_check_dropout_attention)

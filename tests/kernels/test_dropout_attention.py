@@ -7,7 +7,7 @@ import torch
 
 from te_compile.kernels.dropout_attention import AttentionTile, Tiles, backward, forward
 from te_compile.kernels.dropout_bits import draw
-from te_compile.ops.dropout_bits import dropout_bits_reference
+from te_compile.ops.dropout_bits import dropout_bits_reference, unpacked
 from tests.compiling import relative_error
 from tests.dropout_attention import Sizes, drawn, expected
 
@@ -40,6 +40,15 @@ def test_the_bits_are_those_of_the_reference(
     key = seed(device)
     want = dropout_bits_reference(key, heads, queries, keys, probability)
     assert torch.equal(draw(key, heads, queries, keys, probability), want)
+
+
+@pytest.mark.parametrize("length", [64, 200, 700])
+def test_bits_that_nobody_sees_are_all_that_may_be_missing(length: int, device: str) -> None:
+    key = seed(device)
+    seen = torch.ones(length, length, device=device).tril().bool()
+    want = unpacked(dropout_bits_reference(key, 2, length, length, 0.5), length)
+    got = unpacked(draw(key, 2, length, length, 0.5, causal=True), length)
+    assert torch.equal(got & seen, want & seen)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

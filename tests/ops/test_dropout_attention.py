@@ -99,4 +99,4 @@ def test_the_operators_are_sound() -> None:
     bits = dropout_bits_reference(seed(), 2, 20, 20, 0.5)
     given = (operands.q, operands.k, operands.v, bits, 0.5, False, 0.25)
     torch.library.opcheck(DROPOUT_ATTENTION_FORWARD, given)
-    torch.library.opcheck(module.DROPOUT_BITS, (seed(), 2, 20, 20, 0.5))
+    torch.library.opcheck(module.DROPOUT_BITS, (seed(), 2, 20, 20, 0.5, True))
