@@ -130,14 +130,15 @@ def _variants(work: Work, inputs: Sequence[Tensor], what: str, sweep: bool) -> I
             yield variant(name, lambda tile=tile: _kernel_alone(work, inputs, tile), False)
 
 
-def _once(call: Callable[..., Tensor], what: str, inputs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+def once(call: Callable[..., Tensor], what: str, inputs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+    """A forward without gradients, or a step: the result or the gradients of the inputs."""
     if what == "forward":
         with torch.no_grad():
             return [call(*inputs)]
     return torch.autograd.grad(call(*inputs), inputs, grad)
 
 
-def _milliseconds(call: Callable[[], Any], iterations: int) -> float:
+def milliseconds_of(call: Callable[[], Any], iterations: int) -> float:
     """Of one call; on a GPU within a CUDA graph of several, so that the host plays no part."""
     if DEVICE.type == "cuda":
         return replayed(lambda _: call(), iterations)
@@ -150,8 +151,8 @@ def _measure(
 ) -> dict[str, Any]:  # fmt: skip
     """The columns of one row."""
     call = variant.build().call
-    decibels = min(sqnr(*pair) for pair in zip(right, _once(call, what, inputs, grad), strict=True))
-    milliseconds = _milliseconds(lambda: _once(call, what, inputs, grad), iterations)
+    decibels = min(sqnr(*pair) for pair in zip(right, once(call, what, inputs, grad), strict=True))
+    milliseconds = milliseconds_of(lambda: once(call, what, inputs, grad), iterations)
     row: dict[str, Any] = {
         "ms": milliseconds,
         "tflops": work.flops(what) / milliseconds / 1e9,
@@ -182,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grad = torch.randn(batch, length, heads, width, device=DEVICE, dtype=work.dtype).transpose(1, 2)
         wide = [x.detach().float().requires_grad_() for x in inputs]
         for what in ("forward", "step"):
-            right = [x.detach() for x in _once(work.attend, what, wide, grad.float())]
+            right = [x.detach() for x in once(work.attend, what, wide, grad.float())]
             described = {"what": f"attention {what}", "shape": given.shape, "shared": work.shared, "causal": causal}
             measure = partial(_measure, work, what, inputs, grad, right, given.iters)
             names = [each.name for each in chosen(_variants(work, inputs, "forward", given.sweep), given.only)]
