@@ -85,17 +85,25 @@ class SpelledOut(Attention):
 
 
 @pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
-def test_a_dropout_that_was_spelled_out_never_runs_on_cudnn(order: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("options", "kernel", "other"),
+    [({}, "_keys_kernel", "flash"), ({"fallback_random": True}, "flash", "_keys_kernel")],
+    ids=["ours", "eager mode's draws"],
+)
+def test_a_dropout_that_was_spelled_out_never_runs_on_cudnn(
+    order: list[int], options: dict[str, bool], kernel: str, other: str
+) -> None:
     torch._C._set_sdp_priority_order(order)
     model = SpelledOut(512, 4).to("cuda", torch.bfloat16)
     x = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    fast = compiled(model, exclude=["*"], cost_model=False)
+    fast = compiled(model, exclude=["*"], cost_model=False, **options)
     fast(x).sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fast(x).sum().backward()
         torch.cuda.synchronize()
     names = [each.key for each in profile.key_averages()]
-    assert any("flash" in name for name in names) and not any("cudnn" in name for name in names)
+    assert any(kernel in name for name in names)
+    assert not any("cudnn" in name or other in name for name in names)
 
 
 class WithRoom(Attention):
