@@ -64,15 +64,21 @@ def _write_rows(x, value, stride, tile, ROWS: tl.constexpr, length, WIDTH: tl.co
 
 
 @triton.jit
-def _head(x, stride_batch, stride_head, heads):
-    """Where this program's head begins."""
-    index = tl.program_id(1).to(tl.int64)
+def _place(length, TILE: tl.constexpr):
+    """Where this program's tile begins, and which of all heads it is of. A grid's other dimensions end at 65535."""
+    tiles, index = tl.cdiv(length, TILE), tl.program_id(0)
+    return index % tiles * TILE, (index // tiles).to(tl.int64)
+
+
+@triton.jit
+def _head(x, stride_batch, stride_head, heads, index):
+    """Where one of all heads begins."""
     return x + index // heads * stride_batch + index % heads * stride_head
 
 
 @triton.jit
-def _bits_of_head(bits, queries, keys):
-    return bits + tl.program_id(1).to(tl.int64) * queries * (2 * tl.cdiv(keys, 64))
+def _bits_of_head(bits, queries, keys, index):
+    return bits + index * queries * (2 * tl.cdiv(keys, 64))
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -85,11 +91,11 @@ def _forward_kernel(
     SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    tile_m, nothing = tl.program_id(0) * M, zero.to(tl.float32)
+    (tile_m, head), nothing = _place(queries, M), zero.to(tl.float32)
     m = tile_m + tl.arange(0, M)
-    k, v = _head(k, k_batch, k_head, heads), _head(v, v_batch, v_head, heads)
-    bits = _bits_of_head(bits, queries, keys)
-    q_here = _rows(_head(q, q_batch, q_head, heads), q_row, tile_m, M, queries, WIDTH, D, EVEN)
+    k, v = _head(k, k_batch, k_head, heads, head), _head(v, v_batch, v_head, heads, head)
+    bits = _bits_of_head(bits, queries, keys, head)
+    q_here = _rows(_head(q, q_batch, q_head, heads, head), q_row, tile_m, M, queries, WIDTH, D, EVEN)
     acc, total = tl.zeros((M, D), tl.float32), tl.zeros((M,), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)
     end = tl.minimum(tile_m + M, keys) if CAUSAL else keys
@@ -115,8 +121,8 @@ def _forward_kernel(
         acc = tl.dot(weights.to(values_here.dtype), values_here, acc)
     row = heads * WIDTH
     acc *= (GROWTH / total)[:, None]
-    _write_rows(_head(out, queries * row, WIDTH, heads), acc, row, tile_m, M, queries, WIDTH, D)
-    at = logsumexp + tl.program_id(1).to(tl.int64) * queries + m
+    _write_rows(_head(out, queries * row, WIDTH, heads, head), acc, row, tile_m, M, queries, WIDTH, D)
+    at = logsumexp + head * queries + m
     tl.store(at, (top + tl.log2(total)) * _LN_2, mask=m < queries)
 
 
@@ -129,11 +135,11 @@ def _shifts_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Σ dout · out of every query."""
-    tile_m, row = tl.program_id(0) * M, heads * WIDTH
-    dout = _rows(_head(grad, grad_batch, grad_head, heads), grad_row, tile_m, M, queries, WIDTH, D, EVEN)
-    result = _rows(_head(out, queries * row, WIDTH, heads), row, tile_m, M, queries, WIDTH, D, EVEN)
+    (tile_m, head), row = _place(queries, M), heads * WIDTH
+    dout = _rows(_head(grad, grad_batch, grad_head, heads, head), grad_row, tile_m, M, queries, WIDTH, D, EVEN)
+    result = _rows(_head(out, queries * row, WIDTH, heads, head), row, tile_m, M, queries, WIDTH, D, EVEN)
     m = tile_m + tl.arange(0, M)
-    at = shifts + tl.program_id(1).to(tl.int64) * queries + m
+    at = shifts + head * queries + m
     tl.store(at, tl.sum(dout.to(tl.float32) * result.to(tl.float32), 1), mask=m < queries)
 
 
@@ -151,13 +157,13 @@ def _keys_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys."""
-    tile_n, nothing = tl.program_id(0) * N, zero.to(tl.float32)
+    (tile_n, head), nothing = _place(keys, N), zero.to(tl.float32)
     n = tile_n + tl.arange(0, N)
-    grad, q = _head(grad, grad_batch, grad_head, heads), _head(q, q_batch, q_head, heads)
-    head = tl.program_id(1).to(tl.int64)
-    bits, logsumexp, shifts = _bits_of_head(bits, queries, keys), logsumexp + head * queries, shifts + head * queries
-    k_here = _rows(_head(k, k_batch, k_head, heads), k_row, tile_n, N, keys, WIDTH, D, EVEN)
-    v_here = _rows(_head(v, v_batch, v_head, heads), v_row, tile_n, N, keys, WIDTH, D, EVEN)
+    grad, q = _head(grad, grad_batch, grad_head, heads, head), _head(q, q_batch, q_head, heads, head)
+    bits = _bits_of_head(bits, queries, keys, head)
+    logsumexp, shifts = logsumexp + head * queries, shifts + head * queries
+    k_here = _rows(_head(k, k_batch, k_head, heads, head), k_row, tile_n, N, keys, WIDTH, D, EVEN)
+    v_here = _rows(_head(v, v_batch, v_head, heads, head), v_row, tile_n, N, keys, WIDTH, D, EVEN)
     dk_sum, dv_sum = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
     begin = tile_n // M * M if CAUSAL else 0
     for tile_m in tl.range(begin, queries, M, num_stages=STAGES):
@@ -175,8 +181,8 @@ def _keys_kernel(
         shift = _of_queries(shifts, tile_m, M, queries, 0.0, EVEN)
         dk_sum = tl.dot((weights * (upstream - shift[None, :])).to(q_here.dtype), q_here, dk_sum)
     row = heads * WIDTH
-    _write_rows(_head(dk, keys * row, WIDTH, heads), dk_sum * FACTOR, row, tile_n, N, keys, WIDTH, D)
-    _write_rows(_head(dv, keys * row, WIDTH, heads), dv_sum * GROWTH, row, tile_n, N, keys, WIDTH, D)
+    _write_rows(_head(dk, keys * row, WIDTH, heads, head), dk_sum * FACTOR, row, tile_n, N, keys, WIDTH, D)
+    _write_rows(_head(dv, keys * row, WIDTH, heads, head), dv_sum * GROWTH, row, tile_n, N, keys, WIDTH, D)
 
 
 @triton.jit
@@ -187,13 +193,12 @@ def _queries_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries."""
-    tile_m, nothing = tl.program_id(0) * M, zero.to(tl.float32)
+    (tile_m, head), nothing = _place(queries, M), zero.to(tl.float32)
     m = tile_m + tl.arange(0, M)
-    k, v = _head(k, k_batch, k_head, heads), _head(v, v_batch, v_head, heads)
-    head = tl.program_id(1).to(tl.int64)
-    bits = _bits_of_head(bits, queries, keys)
-    q_here = _rows(_head(q, q_batch, q_head, heads), q_row, tile_m, M, queries, WIDTH, D, EVEN)
-    dout = _rows(_head(grad, grad_batch, grad_head, heads), grad_row, tile_m, M, queries, WIDTH, D, EVEN)
+    k, v = _head(k, k_batch, k_head, heads, head), _head(v, v_batch, v_head, heads, head)
+    bits = _bits_of_head(bits, queries, keys, head)
+    q_here = _rows(_head(q, q_batch, q_head, heads, head), q_row, tile_m, M, queries, WIDTH, D, EVEN)
+    dout = _rows(_head(grad, grad_batch, grad_head, heads, head), grad_row, tile_m, M, queries, WIDTH, D, EVEN)
     sums = _of_queries(logsumexp + head * queries, tile_m, M, queries, float("inf"), EVEN) * _LOG2_E
     shift = _of_queries(shifts + head * queries, tile_m, M, queries, 0.0, EVEN)
     dq_sum = tl.zeros((M, D), tl.float32)
@@ -211,7 +216,7 @@ def _queries_kernel(
         upstream = tl.where(kept, tl.dot(dout, tl.trans(values_here)) * GROWTH, nothing)
         dq_sum = tl.dot((weights * (upstream - shift[:, None])).to(keys_here.dtype), keys_here, dq_sum)
     row = heads * WIDTH
-    _write_rows(_head(dq, queries * row, WIDTH, heads), dq_sum * FACTOR, row, tile_m, M, queries, WIDTH, D)
+    _write_rows(_head(dq, queries * row, WIDTH, heads, head), dq_sum * FACTOR, row, tile_m, M, queries, WIDTH, D)
 
 
 # --- from Python ----------------------------------------------------------------------------------------------------
@@ -279,7 +284,7 @@ def forward(
         out = buffers.empty(q, (batch, queries, heads, width), q.dtype)
         logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
         launch(
-            _forward_kernel, (triton.cdiv(queries, tile.queries), batch * heads),
+            _forward_kernel, triton.cdiv(queries, tile.queries) * batch * heads,
             q, k, v, bits, out, logsumexp, *_strides(q), *_strides(k), *_strides(v), heads, queries, keys, 0,
             SCALE=scale * LOG2_E, GROWTH=65536 / kept_share(probability),
             **_constants(tile, queries, keys, width, causal),
@@ -300,18 +305,18 @@ def backward(
         shifts = buffers.empty(q, (batch, heads, queries), torch.float32)
         dq, dk, dv = (buffers.empty(q, tuple(x.shape), x.dtype) for x in (q, k, v))
         launch(
-            _shifts_kernel, (triton.cdiv(queries, SHIFTS), batch * heads),
+            _shifts_kernel, triton.cdiv(queries, SHIFTS) * batch * heads,
             grad, out, shifts, *_strides(grad), heads, queries,
             WIDTH=width, D=max(16, triton.next_power_of_2(width)), M=SHIFTS, EVEN=queries % SHIFTS == 0, num_warps=4,
         )  # fmt: skip
         operands = (grad, q, k, v, bits, logsumexp, shifts)
         sizes = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v), heads, queries, keys, 0)
         launch(
-            _keys_kernel, (triton.cdiv(keys, tiles.keys.keys), batch * heads), *operands, dk, dv, *sizes,
+            _keys_kernel, triton.cdiv(keys, tiles.keys.keys) * batch * heads, *operands, dk, dv, *sizes,
             **factors, **_constants(tiles.keys, queries, keys, width, causal),
         )  # fmt: skip
         launch(
-            _queries_kernel, (triton.cdiv(queries, tiles.queries.queries), batch * heads), *operands, dq, *sizes,
+            _queries_kernel, triton.cdiv(queries, tiles.queries.queries) * batch * heads, *operands, dq, *sizes,
             **factors, **_constants(tiles.queries, queries, keys, width, causal),
         )  # fmt: skip
     return dq, dk, dv

@@ -115,8 +115,9 @@ def _fp8_attention_kernel(
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tile_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    tiles, index = tl.cdiv(queries, BLOCK_M), tl.program_id(0)  # one dimension: a grid's others end at 65535
+    tile_m = (tiles - 1 - index % tiles) * BLOCK_M
+    batch, head = (index // tiles // heads).to(tl.int64), (index // tiles % heads).to(tl.int64)
     row, d = tile_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q += batch * q_batch + head * q_head
     k += batch * k_batch + (head // group) * k_head
@@ -169,7 +170,7 @@ def fp8_attention(
         out = buffers.empty(q, (batch, queries, heads, width), out_dtype)
         logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
         launch(
-            _fp8_attention_kernel, (triton.cdiv(queries, tile.queries), batch * heads),
+            _fp8_attention_kernel, triton.cdiv(queries, tile.queries) * batch * heads,
             q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, out, logsumexp,
             queries, keys, heads, heads // shared,
             *q.stride()[:3], *k.stride()[:3], vt.stride(0),

@@ -33,8 +33,8 @@ class HostCost:
         return self.step + self.linear * linears
 
 
-# Those of a cloud machine with an H200, means of three runs on it while nothing else ran: a run shares the time out
-# between step and linear by up to a third otherwise than the next, but what a stack takes in all differs little. Hosts
+# Those of a cloud machine with an H200, means of three runs on it while nothing else ran. One differs from the next: a
+# layer of four linears by up to a sixth from the mean, and more in what counts as the step's, what as a linear's. Hosts
 # differ by a factor of two, but in both columns alike.
 HIGH_PRECISION_TRAINING = HostCost(step=950.0, linear=188.0)
 FP8_TRAINING = HostCost(step=1090.0, linear=188.0)

@@ -55,6 +55,18 @@ def test_the_kernels_compute_the_definition(
         assert columns.max() < 3 * CLOSE[dtype]
 
 
+def test_a_batch_may_have_more_heads_than_one_dimension_of_a_grid_holds() -> None:
+    operands = drawn(Sizes(35_000, 16, 16, 2, 32), "cuda", torch.float16)
+    bits = draw(torch.randint(2**62, (1,), device="cuda"), 70_000, 16, 16, 0.1)
+    given = (operands.q, operands.k, operands.v, bits)
+    out, _, gradients = expected(operands, bits, 0.1, False, 32**-0.5)
+    got = forward(*given, 0.1, False, 32**-0.5)
+    of_inputs = backward(operands.grad, *given, *got, 0.1, False, 32**-0.5)
+    for one, wanted in zip((got[0], *of_inputs), (out, *gradients), strict=True):
+        assert relative_error(one, wanted) < CLOSE[torch.float16]
+        assert relative_error(one[-100:], wanted[-100:]) < 2 * CLOSE[torch.float16]
+
+
 class Attends(nn.Module):
     """Uniform attention whose values are the identity: its result shows what was kept."""
 
