@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS = 128, 64, 128, 2, 4
 BATCH, LENGTH = 2, 32
@@ -30,12 +31,57 @@ class Setting:
         return f"{what}, {self.attention}"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs, and in what precision before FP8.
+
+    On a CPU operators run one by one, and dropout draws the same numbers with te_fp8 as without. On a GPU Inductor
+    compiles them and attention takes whatever kernel it likes, so dropout is off.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How te_fp8 is asked to compile there. Small models gain nothing on a GPU; that is not asked here."""
+        if self.device == "cpu":
+            return {"compiler": "aot_eager"}
+        return {"compiler": "inductor", "cost_model": False, "fallback_random": True}
+
+    def __str__(self) -> str:
+        return "a CPU" if self.device == "cpu" else f"a GPU, in {self.dtype}".replace("torch.", "")
+
+
 @dataclass
 class Case:
     """A model and one call of it."""
 
     model: nn.Module
     inputs: dict[str, Any]
+
+    def at(self, place: Place) -> Case:
+        """The same there; the model is moved, the inputs are copied."""
+        if place == Place():
+            return self
+        if place.device != "cpu":
+            _without_dropout(self.model)
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(place.device, place.dtype if value.is_floating_point() else value.dtype)
+
+        return Case(self.model.to(place.device, place.dtype), tree_map(moved, self.inputs))
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set every probability of dropping to 0, in modules and in the configurations that they keep."""
+    holders = [*model.modules(), *{id(c): c for m in model.modules() if (c := getattr(m, "config", None))}.values()]
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and ("drop" in name or (isinstance(holder, nn.Dropout) and name == "p")):
+                setattr(holder, name, 0.0)
 
 
 class NotSupportedError(Exception):

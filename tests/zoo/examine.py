@@ -17,7 +17,7 @@ from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
 from tests.compiling import compiled, cosine, gradients, know_the_backend
 from tests.fuzz.emulation import Fp8Products, Scales, statuses_of
-from tests.zoo.case import Architecture, Case, NotSupportedError, Setting, loss_of
+from tests.zoo.case import Architecture, Case, NotSupportedError, Place, Setting, loss_of
 from tests.zoo.models import ARCHITECTURES
 
 LOSS_TOLERANCE = 0.02
@@ -109,11 +109,13 @@ def compared(expected: dict[str, Tensor]) -> list[str]:
 class _Examination:
     """One model, one setting."""
 
-    def __init__(self, architecture: Architecture, setting: Setting, recipe: str) -> None:
-        self.setting, self.recipe, self.seed = setting, recipe, random.randrange(2**31)
+    def __init__(self, architecture: Architecture, setting: Setting, recipe: str, place: Place) -> None:
+        self.setting, self.recipe, self.place, self.seed = setting, recipe, place, random.randrange(2**31)
         self.found = Finding(architecture.name, architecture.kind, str(setting))
-        self.case = architecture.case(setting)
-        self.labelled = None if setting.train else architecture.with_labels(self.case, setting)
+        case = architecture.case(setting)
+        labelled = None if setting.train else architecture.with_labels(case, setting)
+        self.case = case.at(place)
+        self.labelled = None if labelled is None else labelled.at(place)
         self.statuses: dict[str, list[bool]] = {}
 
     def run(self) -> Finding:
@@ -122,7 +124,7 @@ class _Examination:
         torch._dynamo.reset()
         with manager.recording() as records:
             try:
-                fast = compiled(self.case.model, recipe=self.recipe)
+                fast = compiled(self.case.model, recipe=self.recipe, **self.place.options)
                 # The second step of delayed scaling runs with the scales that the first one left.
                 steps = [self._step(fast) for _ in range(2)]
             except Exception as error:
@@ -159,7 +161,7 @@ class _Examination:
     def _without_us(self) -> Step:
         """The second step under torch.compile without te_fp8."""
         torch._dynamo.reset()
-        plain = torch.compile(self.case.model, backend="aot_eager")
+        plain = torch.compile(self.case.model, backend=self.place.options["compiler"])
         self._step(plain)
         return self._step(plain)
 
@@ -279,13 +281,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
-def examine(architecture: Architecture, setting: Setting, recipe: str = "delayed") -> Finding:
-    """The finding for one setting; every failure becomes a part of it."""
+def examine(
+    architecture: Architecture, setting: Setting, recipe: str = "delayed", place: Place | None = None
+) -> Finding:
+    """The finding for one setting, on a CPU unless said otherwise; every failure becomes a part of it."""
     know_the_backend()
     start = time.perf_counter()
     nothing = Finding(architecture.name, architecture.kind, str(setting), "not run")
     try:
-        examination = _Examination(architecture, setting, recipe)
+        examination = _Examination(architecture, setting, recipe, place or Place())
         examination._step(examination.case.model)
     except NotSupportedError as why:
         nothing.detail = str(why)
@@ -298,11 +302,11 @@ def examine(architecture: Architecture, setting: Setting, recipe: str = "delayed
     return finding
 
 
-def examine_alone(cell: tuple[str, Setting, str]) -> Finding:
+def examine_alone(cell: tuple[str, Setting, str, Place]) -> Finding:
     """``examine`` an architecture by its name, with random data of its own, in a process that does nothing else."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     random.seed()
     torch.seed()
-    name, setting, recipe = cell
-    return examine(ARCHITECTURES[name], setting, recipe)
+    name, setting, recipe, place = cell
+    return examine(ARCHITECTURES[name], setting, recipe, place)

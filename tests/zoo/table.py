@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from tests.zoo.case import Place
 from tests.zoo.examine import LEAST_COSINE, LEAST_SHARE, LOSS_TOLERANCE, SETTINGS, Finding
 
 _HEAD = f"""# The zoo
 
-Small models with random weights of {{architectures}} architectures, unmodified, each {{settings}} ways, on a CPU, where
-the reference operators define the numerics. Written by `make zoo`: {{outcomes}}.
+Small models with random weights of {{architectures}} architectures, unmodified, each {{settings}} ways, on
+{{place}}. Written by `make zoo`: {{outcomes}}.
 
 A cell is "ok" if the loss is within {LOSS_TOLERANCE:.0%} of high precision, the gradient of every matrix parameter (in
 inference: the output) has a cosine of at least {LEAST_COSINE} with that of high precision, and at least
 {LEAST_SHARE:.0%} of the FLOPs of the eligible linears run in FP8; or, for loss and cosine, if textbook per-tensor FP8
 emulated on the same model comes no closer. In inference the loss is that of a call with labels; a model that takes none
 gives the mean square of its output, in training as well. The loss of a classifier of two images is near chance, and a
-mean square near zero for some: their relative errors are large. Dropout is on, and draws the same numbers with te_fp8
-as without.
+mean square near zero for some: their relative errors are large. {{dropout}}
 
 Cosine and loss error are the worst of the row; in brackets what the emulation reaches, where it was asked. "Masks"
 counts attentions that lost a mask proven to be causal or empty, "attention" products and softmaxes that became scaled
@@ -27,13 +27,22 @@ dot product attention.
 _COLUMNS = "architecture | linears in FP8 | of eligible FLOPs | cosine | loss error | masks | attention"
 
 
-def page(findings: Sequence[Finding]) -> str:
-    """The whole page."""
+_ON_A_CPU = (
+    "a CPU, where the reference operators define the numerics",
+    "Dropout is on, and draws the same numbers with te_fp8\nas without.",
+)
+_ON_A_GPU = ("{place}, where kernels run and Inductor compiles the rest", "Dropout is off.")
+
+
+def page(findings: Sequence[Finding], place: Place | None = None) -> str:
+    """The whole page, of findings on a CPU unless said otherwise."""
     outcomes = Counter(finding.outcome for finding in findings)
     names = list(dict.fromkeys(finding.architecture for finding in findings))
     said = ", ".join(f"{outcomes[each]} {each}" for each in ("ok", "wrong", "not run"))
     settings = [str(setting) for setting in SETTINGS]
-    lines = [_HEAD.format(architectures=len(names), settings=len(settings), outcomes=said)]
+    where, dropout = _ON_A_CPU if place is None or place.device == "cpu" else _ON_A_GPU
+    head = {"architectures": len(names), "settings": len(settings), "outcomes": said, "dropout": dropout}
+    lines = [_HEAD.format(place=where.format(place=place), **head)]
     for kind in dict.fromkeys(finding.kind for finding in findings):
         lines += [f"\n## {kind.capitalize()}\n", f"| {_COLUMNS} | {' | '.join(settings)} |"]
         lines.append("|" + " --- |" * (len(_COLUMNS.split("|")) + len(settings)))

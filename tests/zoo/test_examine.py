@@ -12,7 +12,7 @@ from torch.nn import functional as F
 pytest.importorskip("transformers", reason="the zoo is made of Hugging Face models")
 
 from te_compile.ops import linear
-from tests.zoo.case import Architecture, Case, NotSupportedError, Setting
+from tests.zoo.case import Architecture, Case, NotSupportedError, Place, Setting
 from tests.zoo.examine import Finding, examine
 from tests.zoo.models import ARCHITECTURES
 from tests.zoo.table import page
@@ -122,3 +122,26 @@ def test_the_table_shows_each_outcome_with_its_reason() -> None:
     assert "- first, inference, sdpa: loss off by 9%" in text
     assert "- a head: first" in text
     assert "- second (train, sdpa): eager mode fails" in text
+
+
+def test_a_model_can_be_examined_in_another_precision() -> None:
+    finding = examine(GOOD, Setting(), place=Place("cpu", torch.bfloat16))
+    assert (finding.outcome, finding.in_fp8) == ("ok", 8), finding
+
+
+def test_on_a_gpu_nothing_is_dropped() -> None:
+    """Neither by modules nor by attention, which reads its probability from a configuration."""
+    bert = ARCHITECTURES["bert"].case(Setting())
+    assert bert.model.config.attention_probs_dropout_prob > 0
+    there = bert.at(Place("meta", torch.bfloat16))
+    assert there.model.config.attention_probs_dropout_prob == there.model.config.hidden_dropout_prob == 0
+    assert all(each.p == 0 for each in there.model.modules() if isinstance(each, nn.Dropout))
+    assert there.inputs["input_ids"].dtype == torch.int64 and there.model.dtype == torch.bfloat16
+    assert all(each.device.type == "meta" for each in there.inputs.values())
+
+
+def test_the_table_says_where_it_was_made() -> None:
+    findings = [Finding("first", "decoder", str(Setting()))]
+    assert "on\na CPU, where" in page(findings) and "Dropout is on" in page(findings)
+    on_gpu = page(findings, Place("cuda", torch.bfloat16))
+    assert "on\na GPU, in bfloat16, where" in on_gpu and "Dropout is off" in on_gpu
