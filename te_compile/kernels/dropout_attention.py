@@ -91,7 +91,8 @@ def _forward_kernel(
     SCALE: tl.constexpr, GROWTH: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    (tile_m, head), nothing = _place(queries, M), zero.to(tl.float32)
+    tile_m, head = _place(queries, M)
+    nothing = zero.to(tl.float32)
     m = tile_m + tl.arange(0, M)
     k, v = _head(k, k_batch, k_head, heads, head), _head(v, v_batch, v_head, heads, head)
     bits = _bits_of_head(bits, queries, keys, head)
@@ -135,7 +136,8 @@ def _shifts_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Σ dout · out of every query."""
-    (tile_m, head), row = _place(queries, M), heads * WIDTH
+    tile_m, head = _place(queries, M)
+    row = heads * WIDTH
     dout = _rows(_head(grad, grad_batch, grad_head, heads, head), grad_row, tile_m, M, queries, WIDTH, D, EVEN)
     result = _rows(_head(out, queries * row, WIDTH, heads, head), row, tile_m, M, queries, WIDTH, D, EVEN)
     m = tile_m + tl.arange(0, M)
@@ -157,7 +159,8 @@ def _keys_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys."""
-    (tile_n, head), nothing = _place(keys, N), zero.to(tl.float32)
+    tile_n, head = _place(keys, N)
+    nothing = zero.to(tl.float32)
     n = tile_n + tl.arange(0, N)
     grad, q = _head(grad, grad_batch, grad_head, heads, head), _head(q, q_batch, q_head, heads, head)
     bits = _bits_of_head(bits, queries, keys, head)
@@ -193,7 +196,8 @@ def _queries_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries."""
-    (tile_m, head), nothing = _place(queries, M), zero.to(tl.float32)
+    tile_m, head = _place(queries, M)
+    nothing = zero.to(tl.float32)
     m = tile_m + tl.arange(0, M)
     k, v = _head(k, k_batch, k_head, heads, head), _head(v, v_batch, v_head, heads, head)
     bits = _bits_of_head(bits, queries, keys, head)
