@@ -22,6 +22,7 @@ class Campaign:
     (seed, failure, program)."""
 
     inductor: float = 0.0
+    device: str = "cpu"
     theirs: tuple[str, ...] = ("aot_eager", "inductor")
     counts: Counter[str] = field(default_factory=Counter)
     linears: Counter[str] = field(default_factory=Counter)
@@ -30,7 +31,7 @@ class Campaign:
 
     def run(self, seeds: Iterable[int], progress: Callable[[Campaign], None] = lambda campaign: None) -> None:
         for seed in seeds:
-            program = generate(seed, self.inductor)
+            program = generate(seed, self.inductor, self.device)
             try:
                 outcome = check(Case.of(program), inference=seed % ONE_IN == 0, theirs=self.theirs)
             except NotOurs as reason:

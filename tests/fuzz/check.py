@@ -93,7 +93,7 @@ class _Comparison:
     def __init__(self, case: Case, training: bool, gradients: bool, outcome: Outcome, theirs: tuple[str, ...]) -> None:
         self.case, self.gradients, self.outcome, self.theirs = case, gradients, outcome, theirs
         torch.manual_seed(case.seed)
-        self.model = case.build().train(training)
+        self.model = case.build().to(case.setting.device).train(training)
         self.calls = [0, 1] if case.setting.dynamic else [0, 0] if gradients else [0]
         torch.manual_seed(case.seed + 1)
         self.inputs = [_drawn(case, more) for more in self.calls]
@@ -116,7 +116,7 @@ class _Comparison:
 
     def _compiled(self, backend: str) -> tuple[list[Run], list[manager.Compilation]]:
         setting, model = self.case.setting, self.model_copy()
-        options = {"recipe": setting.recipe, "compiler": setting.compiler} if backend == BACKEND else None
+        options = setting.options() if backend == BACKEND else None
         fast = torch.compile(model, backend=backend, options=options, dynamic=True if setting.dynamic else None)
         try:
             with manager.recording() as records:
@@ -138,7 +138,8 @@ class _Comparison:
                 raise NotOurs(f"{backend} as well: {other} (te_fp8: {failure.kind})") from other
 
     def runs(self, model: nn.Module, call: Callable[..., Any] | None = None) -> list[Run]:
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.case.setting.autocast)
+        setting = self.case.setting
+        autocast = torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast)
         with torch.set_grad_enabled(self.gradients), autocast:
             return [self._one(model, model if call is None else call, inputs) for inputs in self.inputs]
 
@@ -167,9 +168,9 @@ class _Comparison:
     def _backward(self, outputs: list[Tensor]) -> None:
         """Gradients of random size for each output, equal in every run."""
         generator = torch.Generator().manual_seed(self.case.seed)
-        cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs]
+        cotangents = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs]
         if outputs:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(self.case.setting.device, enabled=False):
                 torch.autograd.backward(outputs, cotangents)
 
     # --- the comparison --------------------------------------------------------------------------------------------
@@ -250,7 +251,8 @@ def _largest_gradient(run: Run) -> float:
 
 def _drawn(case: Case, more: int) -> tuple[Tensor, ...]:
     torch.manual_seed(case.seed + 1)
-    return case.inputs(more)
+    drawn, device = case.inputs(more), case.setting.device
+    return tuple(each.detach().to(device).requires_grad_(each.requires_grad) for each in drawn)
 
 
 def _statuses(records: list[manager.Compilation]) -> dict[str, list[bool]]:
@@ -267,7 +269,7 @@ def _move(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
     with torch.no_grad():
         for t in tensors:
             if t.is_floating_point():
-                t.mul_(1 + torch.randn(t.shape, generator=generator) * torch.finfo(t.dtype).eps / 2)
+                t.mul_(1 + torch.randn(t.shape, generator=generator).to(t.device) * torch.finfo(t.dtype).eps / 2)
 
 
 class _Emulator:

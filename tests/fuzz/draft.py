@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from tests.fuzz.program import NAMES, Input, Step
 
 LARGEST = 20_000  # elements of a tensor: programs are many, so each is small
+LARGEST_ON_GPU = 400_000
 WILD = 1e4  # a value beyond this makes every comparison about overflow
 
 
 @dataclass
 class Draft:
-    """``dtype``: of parameters and inputs. ``scope``: what the variables hold, under the module's own ``self``."""
+    """``dtype``: of parameters and inputs. ``scope``: what the variables hold, under the module's own ``self``.
+    ``largest``: how many elements a tensor may have."""
 
     random: random.Random
     dtype: torch.dtype = torch.float32
+    largest: int = LARGEST
     inputs: list[Input] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     scope: dict[str, Any] = field(default_factory=lambda: {**NAMES, "self": nn.Module()})
@@ -76,7 +79,7 @@ class Draft:
         except Exception:  # the dice made a step that eager PyTorch refuses
             return ()
         results = [self.scope[name] for name in names]
-        if any(not isinstance(r, Tensor) or r.numel() > LARGEST or not r.numel() or _is_wild(r) for r in results):
+        if any(not isinstance(r, Tensor) or r.numel() > self.largest or not r.numel() or _is_wild(r) for r in results):
             return ()
         self.steps.append(added)
         self.variables += [n for n in names if self.of(n).is_floating_point() and n not in self.variables]

@@ -147,10 +147,11 @@ class Fp8Products(TorchFunctionMode):
             return func(*args, **kwargs)
         self.products += 1
         dtype = x.dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         each = w.dim() == 3 and x.dim() == 3 and call in (torch.bmm, torch.matmul)  # an expert has scales of its own
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(device, enabled=False):
             y = call(
                 _Rounded.apply(x.to(dtype), self.scales, f"x of {name}", each),
                 _Rounded.apply(w, self.scales, f"w of {name}", each),

@@ -7,7 +7,7 @@ import random
 import torch
 
 from tests.fuzz import linear_steps, other_steps
-from tests.fuzz.draft import Draft
+from tests.fuzz.draft import LARGEST, LARGEST_ON_GPU, Draft
 from tests.fuzz.program import CONTEXTS, Program, Setting
 
 KINDS = (
@@ -20,8 +20,8 @@ KINDS = (
 BLOCKS = (*CONTEXTS, "checkpoint", "checkpoint", "checkpoint", "checkpoint")
 
 
-def generate(seed: int, inductor: float = 0.0) -> Program:
-    """The program of ``seed``; ``inductor`` is the chance of the slow compiler."""
+def generate(seed: int, inductor: float = 0.0, device: str = "cpu") -> Program:
+    """The program of ``seed``, to run on ``device``; ``inductor`` is the chance of the slow compiler."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     dtype = dice.choice([torch.float32] * 6 + [torch.bfloat16] * 3 + [torch.float16])
@@ -32,8 +32,9 @@ def generate(seed: int, inductor: float = 0.0) -> Program:
         autocast=autocast,
         evaluate=dice.random() < 0.1,
         dynamic=dice.random() < 0.06,
+        device=device,
     )
-    draft = Draft(dice, dtype)
+    draft = Draft(dice, dtype, LARGEST if device == "cpu" else LARGEST_ON_GPU)
     _add_inputs(draft, setting)
     blocks = _add_steps(draft, dice.randrange(3, 13))
     program = Program(tuple(draft.inputs), tuple(draft.steps), _outputs(draft), setting, tuple(blocks), seed)
@@ -43,6 +44,9 @@ def generate(seed: int, inductor: float = 0.0) -> Program:
 def _add_inputs(draft: Draft, setting: Setting) -> None:
     last = draft.one_of(16, 32, 32, 32, 48, 64, 24, 40)
     before = draft.one_of((5,), (2, 7), (3, 4), (1, 6), (2, 16), (9,), (2, 3, 4), (1,))
+    if setting.device != "cpu" and draft.chance(0.5):  # more than a tile of a kernel
+        last = draft.one_of(128, 136, 192, 256, 320)
+        before = draft.one_of((130,), (2, 65), (256,), (3, 100), (2, 4, 33))
     for _ in range(draft.one_of(1, 1, 2)):
         draft.add_input((*before, last), draft.dtype, requires_grad=draft.chance(0.4), grows=setting.dynamic)
 

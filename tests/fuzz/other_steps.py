@@ -123,7 +123,8 @@ def add_view(draft: Draft) -> None:
         f"{{0}}.unflatten(-1, (2, {half})).transpose(-2, -3)", f"{{0}}.unflatten(-1, ({half}, 2)).flatten(-2)",
         f"F.pad({{0}}, (0, {draft.one_of(4, 8, 16)}))", f"F.pad({{0}}, (0, -{draft.one_of(1, 4)}))",
         f"{{0}}.narrow(-1, 0, {half})", f"{{0}}.view({', '.join(map(str, value.shape))})", "{0}.movedim(0, -1)",
-        f"{{0}}.index_select({first}, torch.arange({value.shape[first]} - 1, -1, -1))", f"{{0}}.cumsum({first}) * 0.3",
+        f"{{0}}.index_select({first}, torch.arange({value.shape[first]} - 1, -1, -1, device={{0}}.device))",
+        f"{{0}}.cumsum({first}) * 0.3",
         f"{{0}}.permute({', '.join(map(str, draft.random.sample(range(d), d)))})", "{0}.reshape({0}.shape)",
         f"torch.cat([{{0}}[..., {half}:], {{0}}[..., :{half}]], dim=-1)", f"{{0}}.amax({first}, keepdim=True)",
     )  # fmt: skip
@@ -236,11 +237,11 @@ def _attend(draft: Draft, names: list[str], batch: int, length: int, size: int) 
     reads, mask = list(names), draft.one_of("none", "causal", "bool", "float", "tril")
     if mask == "bool":
         reads.append(draft.add_input((batch, 1, length, length), torch.bool))
-        keep = f"({{3}} | torch.eye({length}, dtype=torch.bool))"
+        keep = f"({{3}} | torch.eye({length}, dtype=torch.bool, device={{0}}.device))"
     elif mask == "tril":
-        keep = f"torch.ones({length}, {length}, dtype=torch.bool).tril()"
+        keep = f"torch.ones({length}, {length}, dtype=torch.bool, device={{0}}.device).tril()"
     elif mask == "float":
-        keep = f"torch.linspace(-1.0, 1.0, {length}, dtype={{0}}.dtype)[None, :]"
+        keep = f"torch.linspace(-1.0, 1.0, {length}, dtype={{0}}.dtype, device={{0}}.device)[None, :]"
     else:
         keep = ""
     if draft.chance(0.5):
@@ -254,7 +255,8 @@ def _attend(draft: Draft, names: list[str], batch: int, length: int, size: int) 
     )  # fmt: skip
     lines = [f"s = {product}"]
     if mask == "causal":
-        lines.append(f"s = s + torch.full(({length}, {length}), -10000.0, dtype=s.dtype).triu(1)")
+        below = f"torch.full(({length}, {length}), -10000.0, dtype=s.dtype, device=s.device)"
+        lines.append(f"s = s + {below}.triu(1)")
     elif mask == "float":
         lines.append(f"s = s + {keep}")
     elif keep:

@@ -45,8 +45,8 @@ NAMES: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "ch
 CONTEXTS = {
     "no_grad": "with torch.no_grad():",
     "grad_disabled": "with torch.set_grad_enabled(False):",
-    "autocast": 'with torch.autocast("cpu", torch.bfloat16):',
-    "no_autocast": 'with torch.autocast("cpu", enabled=False):',
+    "autocast": 'with torch.autocast("{device}", torch.bfloat16):',
+    "no_autocast": 'with torch.autocast("{device}", enabled=False):',
 }
 """Blocks of steps that run under a ``with``; the other kind of block is "checkpoint"."""
 
@@ -101,6 +101,12 @@ class Setting:
     autocast: bool = False
     evaluate: bool = False
     dynamic: bool = False
+    device: str = "cpu"
+
+    def options(self) -> dict[str, Any]:
+        """te_fp8's. Programs are too small to gain anything on a GPU; that is not asked."""
+        chosen = {"recipe": self.recipe, "compiler": self.compiler}
+        return chosen if self.device == "cpu" else {**chosen, "cost_model": False}
 
     def text(self) -> str:
         """The keyword arguments that differ from the defaults."""
@@ -137,7 +143,7 @@ class Program:
                 methods.append("\n".join([head, textwrap.indent("\n".join([*lines, f"return {results}"]), "    ")]))
                 body.append(f"{results} = checkpoint(self.block_{block}, {arguments})")
             elif kind is not None:
-                body += [CONTEXTS[kind], *(f"    {line}" for line in lines)]
+                body += [CONTEXTS[kind].format(device=self.setting.device), *(f"    {line}" for line in lines)]
             else:
                 body += lines
         init = ["super().__init__()", *dict.fromkeys(line for step in self.steps for line in step.init)]

@@ -110,6 +110,7 @@ def _made(program: Program) -> set[str]:
 def _values(program: Program) -> dict[str, Tensor]:
     """What each variable holds in eager PyTorch; nothing if it does not run."""
     names = tuple(dict.fromkeys(name for step in program.steps for name in step.makes))
+    program = replace(program, setting=replace(program.setting, device="cpu"))
     model = replace(program, outputs=names).build().train(not program.setting.evaluate)
     inputs = program.draw_inputs()
     try:
