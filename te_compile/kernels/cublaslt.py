@@ -187,7 +187,8 @@ def _gemm_with_foreign_bias(
     out: Tensor | None,
 ) -> Tensor:
     """:func:`gemm` with a bias that the epilogue cannot read: the product is added to it in fp32, so it rounds once."""
-    wide = bias.float().expand(a.shape[0], b.shape[0]).contiguous()
+    # Memory of its own, for it is written to: a bias in fp32, expanded to one row, is contiguous as it is.
+    wide = torch.empty((a.shape[0], b.shape[0]), dtype=torch.float32, device=bias.device).copy_(bias)
     if addend is not None:
         wide += addend
     _launch(a, b, wide, a_scale_inv, b_scale_inv, "none", accumulation, addend=wide)

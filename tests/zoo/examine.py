@@ -122,7 +122,7 @@ class _Examination:
 
     def run(self) -> Finding:
         expected = self._step(self.case.model)
-        before = self._names_and_parameters()
+        before, values = self._names_and_parameters(), _values(self.case.model)
         torch._dynamo.reset()
         with manager.recording() as records:
             try:
@@ -142,6 +142,8 @@ class _Examination:
             self._evaluate(self.labelled, fast)
         if self._names_and_parameters() != before:
             self._wrong("the model has other parameters, or its state_dict other names")
+        elif changed := [name for name, value in _values(self.case.model).items() if not _same(value, values[name])]:
+            self._wrong(f"parameters have other values, and nobody took a step: {changed}")
         return self.found
 
     def _names_and_parameters(self) -> tuple[list[str], dict[str, int]]:
@@ -284,6 +286,14 @@ class _Examination:
                 return self.case.model(**inputs)
 
         return self._step(run, case)
+
+
+def _values(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _low(cosines: dict[str, float]) -> dict[str, float]:

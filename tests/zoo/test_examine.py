@@ -52,6 +52,19 @@ def test_a_wrong_gradient_is_seen(change: Any, complaint: str, monkeypatch: pyte
     assert finding.outcome == "wrong" and any(each.startswith(complaint) for each in finding.complaints), finding
 
 
+def test_a_parameter_that_is_written_to_is_seen() -> None:
+    def write(bias: Tensor) -> None:
+        bias.data.mul_(1.0001)
+
+    def build(_: Setting) -> Case:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        model[1].bias.register_post_accumulate_grad_hook(write)
+        return Case(model, {"input": torch.randn(8, 32)})
+
+    finding = examine(Architecture("written", "torch", build), Setting())
+    assert finding.complaints == ["parameters have other values, and nobody took a step: ['1.bias']"], finding
+
+
 class _Classifier(nn.Module):
     """Its loss is ``change`` times what it should be where it is compiled."""
 
