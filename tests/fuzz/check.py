@@ -94,9 +94,10 @@ class _Comparison:
         self.case, self.gradients, self.outcome, self.theirs = case, gradients, outcome, theirs
         torch.manual_seed(case.seed)
         self.model = case.build().to(case.setting.device).train(training)
-        self.calls = [0, 1] if case.setting.dynamic else [0, 0] if gradients else [0]
+        setting = case.setting
+        number = setting.calls if gradients or setting.dynamic else setting.calls // 2
         torch.manual_seed(case.seed + 1)
-        self.inputs = [_drawn(case, more) for more in self.calls]
+        self.inputs = [_drawn(case, call) for call in range(number)]
 
     def run(self) -> None:
         try:
@@ -145,7 +146,10 @@ class _Comparison:
 
     def _one(self, model: nn.Module, call: Callable[..., Any], given: tuple[Tensor, ...]) -> Run:
         run = Run()
-        model.zero_grad(set_to_none=True)
+        if not self.case.setting.accumulate:
+            model.zero_grad(set_to_none=True)
+        if self.case.setting.mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         output = call(*inputs)
         flat, structure = pytree.tree_flatten(output)
@@ -249,10 +253,18 @@ def _largest_gradient(run: Run) -> float:
     return max(norms, default=0.0)
 
 
-def _drawn(case: Case, more: int) -> tuple[Tensor, ...]:
+def _drawn(case: Case, call: int) -> tuple[Tensor, ...]:
+    """The inputs of one call, a little smaller than those of the one before: what is left over from that shows."""
     torch.manual_seed(case.seed + 1)
-    drawn, device = case.inputs(more), case.setting.device
-    return tuple(each.detach().to(device).requires_grad_(each.requires_grad) for each in drawn)
+    drawn, device = case.inputs(call % 2 if case.setting.dynamic else 0), case.setting.device
+    factor = 1 - 0.1 * call
+
+    def moved(each: Tensor) -> Tensor:
+        there = each.detach().to(device)
+        there = there * factor if there.is_floating_point() else there
+        return there.requires_grad_(each.requires_grad)
+
+    return tuple(map(moved, drawn))
 
 
 def _statuses(records: list[manager.Compilation]) -> dict[str, list[bool]]:

@@ -26,13 +26,20 @@ def generate(seed: int, inductor: float = 0.0, device: str = "cpu") -> Program:
     torch.manual_seed(seed)
     dtype = dice.choice([torch.float32] * 6 + [torch.bfloat16] * 3 + [torch.float16])
     autocast = dtype == torch.float32 and dice.random() < 0.2
+    compiler = "inductor" if dice.random() < inductor else "aot_eager"
+    graphs = device != "cpu" and compiler == "inductor" and dice.random() < 0.15
     setting = Setting(
         recipe=dice.choice(["delayed", "current"]),
-        compiler="inductor" if dice.random() < inductor else "aot_eager",
+        compiler=compiler,
         autocast=autocast,
         evaluate=dice.random() < 0.1,
-        dynamic=dice.random() < 0.06,
+        dynamic=dice.random() < 0.06 and not graphs,
         device=device,
+        calls=2 if device == "cpu" else 4,  # what is replayed on a GPU is so from the third call on
+        accumulate=dice.random() < 0.2 and not graphs,
+        save_memory=dice.random() < 0.1,
+        cache_weights=dice.random() < 0.9,
+        mode="reduce-overhead" if graphs else None,
     )
     draft = Draft(dice, dtype, LARGEST if device == "cpu" else LARGEST_ON_GPU)
     _add_inputs(draft, setting)

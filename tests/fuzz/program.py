@@ -94,7 +94,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a program is run."""
+    """How a program is run: so many ``calls`` after one another, their gradients added up if they ``accumulate``."""
 
     recipe: str = "delayed"
     compiler: str = "aot_eager"
@@ -102,10 +102,19 @@ class Setting:
     evaluate: bool = False
     dynamic: bool = False
     device: str = "cpu"
+    calls: int = 2
+    accumulate: bool = False
+    save_memory: bool = False
+    cache_weights: bool = True
+    mode: str | None = None
 
     def options(self) -> dict[str, Any]:
         """te_fp8's. Programs are too small to gain anything on a GPU; that is not asked."""
-        chosen = {"recipe": self.recipe, "compiler": self.compiler}
+        chosen: dict[str, Any] = {"recipe": self.recipe, "compiler": self.compiler, "save_memory": self.save_memory}
+        if not self.cache_weights:
+            chosen["cache_weights"] = False
+        if self.mode is not None:
+            chosen["mode"] = self.mode
         return chosen if self.device == "cpu" else {**chosen, "cost_model": False}
 
     def text(self) -> str:
