@@ -33,6 +33,7 @@ from benchmarks.measure import (
     Rows,
     Runnable,
     Variant,
+    add_out,
     attempt,
     chosen,
     describe_device,
@@ -173,9 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="comma-separated variants; all when empty")
     parser.add_argument("--iters", type=int, default=3 if tiny else 20)
     parser.add_argument("--sweep", action="store_true", help="other tiles of the kernel too")
+    add_out(parser)
     given = parser.parse_args(arguments)
     batch, heads, length, width = map(int, given.shape.split(","))
-    rows = Rows()
+    rows = Rows(given.out)
     describe_device(rows)
     for causal in (True, False):
         work = Work(batch, heads, length, width, given.shared or heads, causal, DTYPES[given.dtype])

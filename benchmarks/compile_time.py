@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +149,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1, help="processes a row (%(default)s)")
     parser.add_argument("--passes", action="store_true", help="also the seconds of each pass, longest first")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that a process may take (%(default)s)")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    measure.add_out(parser)
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.one:

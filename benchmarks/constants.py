@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,7 +175,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--calls", type=int, default=30, help="steps in a loop (%(default)s)")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    measure.add_out(parser)
     arguments = parser.parse_args(given)
     rows = measure.Rows(arguments.out)
     measure.describe_device(rows)

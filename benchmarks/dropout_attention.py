@@ -26,7 +26,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention import once
-from benchmarks.measure import DEVICE, DTYPES, Rows, Runnable, Variant, attempt, chosen, describe_device, synchronize
+from benchmarks.measure import (
+    DEVICE,
+    DTYPES,
+    Rows,
+    Runnable,
+    Variant,
+    add_out,
+    attempt,
+    chosen,
+    describe_device,
+    synchronize,
+)
 from te_compile.backend import te_fp8
 
 ROUNDS = 3
@@ -110,9 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--only", default="", help="comma-separated variants; all when empty")
     parser.add_argument("--iters", type=int, default=3 if tiny else 20)
+    add_out(parser)
     given = parser.parse_args(arguments)
     batch, heads, length, width = map(int, given.shape.split(","))
-    rows = Rows()
+    rows = Rows(given.out)
     describe_device(rows)
     for causal in (True, False):
         call = partial(attend, probability=given.probability, causal=causal)

@@ -17,13 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Rows, describe_device
+from benchmarks.measure import Rows, add_out, describe_device
 from te_compile.kernels import player, recording
 from te_compile.kernels.replay import Replayed, Tape
 from te_compile.ops import calibration
@@ -193,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what was asked for; the exit status says whether all of it is replayed and right."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description="Microseconds of the host a call.")
     parser.add_argument("--only", default="", help="operators whose name contains this; all when empty")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    add_out(parser)
     arguments = parser.parse_args(argv)
     cases = [case for case in CALLS if arguments.only in case]
     if not cases:

@@ -30,7 +30,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.kernels import SPECS, SWIGLU_BACKWARD
-from benchmarks.measure import Rows
+from benchmarks.measure import Rows, add_out
 from te_compile.kernels.ahead import Launch, Notes
 from te_compile.kernels.compile_worker import source_of, target_of
 from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
@@ -119,7 +119,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="producers whose name contains this")
     parser.add_argument("--registers", type=int, help="the most that a thread may have")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    add_out(parser)
     arguments = parser.parse_args(given)
     rows = Rows(arguments.out)
     for name, text in {**SPECS, "swiglu backward, both": SWIGLU_BACKWARD}.items():

@@ -24,14 +24,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernel_timing import DEVICE, E4M3, TURNS, Ceilings, copy_bandwidth, host_microseconds, replayed
-from benchmarks.measure import Rows
+from benchmarks.measure import Rows, add_out
 from te_compile.kernels import (
     cross_entropy,
     native_norm,
@@ -498,7 +497,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="other tiles too")
     parser.add_argument("--no-peers", action="store_true", help="leave out Transformer Engine")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    add_out(parser)
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)

@@ -91,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
     parser.add_argument("--iters", type=int, default=iterations, help="timed calls per row (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="also print each step's GPU kernels, longest first")
     parser.add_argument("--turns", action="store_true", help="variants take turns, and nothing is checked")
+    add_out(parser)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The argument that every benchmark with rows has: ``Rows`` takes it."""
     parser.add_argument("--out", type=Path, help="write the rows to this file too")
 
 

@@ -9,16 +9,17 @@ the same ones later.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import DEVICE, Rows, describe_device, synchronize
+from benchmarks.measure import DEVICE, Rows, add_out, describe_device, synchronize
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 LENGTHS = range(256, 1664 + 1, 128)
@@ -48,12 +49,15 @@ def medians(kernel: SDPBackend, lengths: Iterable[int]) -> dict[str, float]:
     return {"forward_ms": median(forwards), "backward_ms": median(backwards)}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rows; returns the exit status: 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_out(parser)
+    given = parser.parse_args(arguments)
     if DEVICE.type != "cuda":
         print("benchmarks.new_lengths needs a CUDA device; there is none here", file=sys.stderr)
         return 2
-    rows = Rows()
+    rows = Rows(given.out)
     describe_device(rows)
     for name, kernel in KERNELS.items():
         times(kernel, _WARM)

@@ -11,7 +11,6 @@ One row per variant, in GiB: the peaks of forward and backward with all that the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.layer import SAVING, Layer, Work
+from benchmarks.measure import Rows, add_out
 from benchmarks.models import MODELS
 from te_compile import compilers
 from te_compile.backend import te_fp8
@@ -178,14 +178,16 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=Work.sequence, help="of the layer (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
     parser.add_argument("--only", default=",".join(VARIANTS), help="(%(default)s)")
+    add_out(parser)
     given = parser.parse_args()
+    rows = Rows(given.out)
     for variant in given.only.split(","):
         if variant not in VARIANTS:
             raise SystemExit(f"--only: no {variant!r}; there are {', '.join(VARIANTS)}")
         size = {"hidden": given.hidden, "intermediate": 4 * given.hidden, "sequence": given.sequence}
         made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers)
-        print(json.dumps({"what": given.work, **estimated(variant, *made)}), flush=True)
-    return 0
+        rows.write(what=given.work, **estimated(variant, *made))
+    return rows.exit_status()
 
 
 if __name__ == "__main__":

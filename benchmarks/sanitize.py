@@ -164,7 +164,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time (%(default)s)")
     parser.add_argument("--limit", type=float, default=100, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--logs", type=Path, default=Path("runs/sanitize"), help="what each run said (%(default)s)")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    measure.add_out(parser)
     arguments = parser.parse_args(given)
     for argument, known in (("only", TOOLS), ("cases", names)):
         chosen = [each for each in getattr(arguments, argument).split(",") if each]

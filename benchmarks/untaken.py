@@ -17,12 +17,11 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Rows, describe_device
+from benchmarks.measure import Rows, add_out, describe_device
 from te_compile.kernels import cublaslt, native
 
 DEVICE = "cuda"
@@ -129,7 +128,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("epilogue", "shared"), help="one of the two")
-    parser.add_argument("--out", type=Path, help="write the rows to this file too")
+    add_out(parser)
     arguments = parser.parse_args(given)
     if not torch.cuda.is_available() or native.missing(cuda=True):
         print(f"cuBLASLt is needed: {native.missing(cuda=True) or 'there is no GPU'}", file=sys.stderr)

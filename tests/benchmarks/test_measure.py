@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -100,3 +101,19 @@ def test_turns_are_taken_and_the_best_median_counts(monkeypatch: pytest.MonkeyPa
     found = measure.in_turns({"a": lambda: "a", "b": lambda: "b"}, most=5)
     assert found == {"a": 2.0, "b": 1.0}
     assert order == ["a2", "b2", "a2", "b5", "a4", "b2", "a2", "b2"]
+
+
+def makers_of_rows() -> list[str]:
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(measure.__file__).parent.glob("*.py")}
+    return sorted(name for name, text in texts.items() if "Rows(" in text and "def main(" in text)
+
+
+@pytest.mark.parametrize("name", makers_of_rows())
+def test_whatever_makes_rows_can_write_them_to_a_file(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0 and "--out" in capsys.readouterr().out

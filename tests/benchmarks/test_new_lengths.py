@@ -16,5 +16,5 @@ def test_both_directions_are_timed() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it measures")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert new_lengths.main() == 2
+    assert new_lengths.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
