@@ -1,6 +1,6 @@
 """Unmodified models on a GPU, compiled by Inductor, beside high precision: a few, and a sample that changes daily.
 
-``make zoo ARGS="--device cuda"`` examines all of them.
+``make zoo ARGS="--device cuda --out runs/zoo-gpu.md"`` examines all of them.
 """
 
 from __future__ import annotations
