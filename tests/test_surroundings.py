@@ -23,7 +23,7 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.state import StateError
 from te_compile.state_files import load_state_dict, state_dict
-from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step
+from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, step_from, train_step
 from tests.emulation import emulated
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -439,11 +439,11 @@ def test_under_one_seed_dropout_is_what_it_is_without_us(
 ) -> None:
     """That of eager mode, or of torch.compile's own Inductor."""
     model, shape = dropped_models()[name]
-    x = torch.randn(shape)
+    x, upstream = torch.randn(shape), torch.randn(shape)  # the squares of what is normalised have next to no gradient
 
     def step(run: Any) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(seed)
-        return train_step(model, run, x)
+        return step_from(model, run, upstream, x)
 
     y, expected = step(model if theirs is None else torch.compile(model, backend=theirs))
     for options, least in (({"exclude": ["*"]}, 1 - 1e-6), ({}, 0.99)):
@@ -456,7 +456,7 @@ def test_under_one_seed_dropout_is_what_it_is_without_us(
 @pytest.mark.parametrize("name", list(dropped_models()))
 def test_where_nothing_is_in_fp8_gradients_under_dropout_are_eager_modes(name: str, seed: int) -> None:
     model, shape = dropped_models()[name]
-    x, upstream = torch.randn(shape), torch.randn(shape)  # the squares of what is normalised have next to no gradient
+    x, upstream = torch.randn(shape), torch.randn(shape)
     found = []
     for run in (model, compiled(model, compiler="aot_eager", exclude=["*"])):
         torch.manual_seed(seed)

@@ -5,6 +5,7 @@
 // What is found is kept in a file, if the caller names one, and other processes take the same. Nothing runs that the
 // library did not suggest to this process: of what the file says, only what is among the suggestions counts.
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <utility>

@@ -35,8 +35,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     includes = [f"-I{path}" for path in (PRETEND, CSRC / "include", CSRC / "core", CSRC / "cuda", headers)]
     flags = ["c++", "-std=c++17", "-O1", "-Wall", "-Werror", *includes]
     library = [str(PRETEND / "cublaslt.cpp"), "-shared", "-fPIC", "-Wl,-soname,libcublasLt.so.13"]
-    core, cuda = ("failure", "shared_choices"), ("gemm", "timing", "cublaslt_library")
-    ours = [CSRC / "core" / f"{name}.cpp" for name in core] + [CSRC / "cuda" / f"{name}.cpp" for name in cuda]
+    parts = ("core/failure", "core/shared_choices", "cuda/timing", "cuda/cublaslt_library")
+    ours = [*(CSRC / f"{part}.cpp" for part in parts), *(CSRC / "cuda").glob("gemm*.cpp")]
     sources = [PRETEND / "main.cpp", *ours]
     for command in (
         [*flags, *library, "-o", "libcublasLt.so.13"],
