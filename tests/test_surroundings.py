@@ -23,7 +23,7 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.state import StateError
 from te_compile.state_files import load_state_dict, state_dict
-from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, step_from, train_step
+from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step
 from tests.emulation import emulated
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -439,24 +439,32 @@ def test_under_one_seed_dropout_is_what_it_is_without_us(
 ) -> None:
     """That of eager mode, or of torch.compile's own Inductor."""
     model, shape = dropped_models()[name]
-    x, upstream = torch.randn(shape), torch.randn(shape)  # the squares of what is normalised have next to no gradient
+    x = torch.randn(shape)
 
     def step(run: Any) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(seed)
-        return step_from(model, run, upstream, x)
+        return train_step(model, run, x)
 
     y, expected = step(model if theirs is None else torch.compile(model, backend=theirs))
-    for options, least in (({"exclude": ["*"]}, 1 - 1e-6), ({}, 0.99)):
+    matrices = [name for name in expected if expected[name].dim() > 1]
+    whole = torch.cat([expected[name].flatten() for name in matrices])
+    # FP8's own rounding turned single matrices by up to 18 degrees, in 160 steps, and all of them together by 9. Where
+    # dropout draws other numbers it was 29 and more.
+    for options, least, least_of_whole, least_of_each in (
+        ({"exclude": ["*"]}, 1 - 1e-6, 0.99, 0.98),
+        ({}, 0.99, 0.98, 0.93),
+    ):
         torch._dynamo.reset()
         got_y, got = step(compiled(model, compiler=compiler, **options))
         assert cosine(got_y, y) > least
-        assert all(cosine(got[name], expected[name]) > least - 0.02 for name in expected if expected[name].dim() > 1)
+        assert cosine(torch.cat([got[name].flatten() for name in matrices]), whole) > least_of_whole
+        assert all(cosine(got[name], expected[name]) > least_of_each for name in matrices)
 
 
 @pytest.mark.parametrize("name", list(dropped_models()))
 def test_where_nothing_is_in_fp8_gradients_under_dropout_are_eager_modes(name: str, seed: int) -> None:
     model, shape = dropped_models()[name]
-    x, upstream = torch.randn(shape), torch.randn(shape)
+    x, upstream = torch.randn(shape), torch.randn(shape)  # the squares of what is normalised have next to no gradient
     found = []
     for run in (model, compiled(model, compiler="aot_eager", exclude=["*"])):
         torch.manual_seed(seed)
