@@ -448,17 +448,13 @@ def test_under_one_seed_dropout_is_what_it_is_without_us(
     y, expected = step(model if theirs is None else torch.compile(model, backend=theirs))
     matrices = [name for name in expected if expected[name].dim() > 1]
     whole = torch.cat([expected[name].flatten() for name in matrices])
-    # FP8's own rounding turned single matrices by up to 18 degrees, in 160 steps, and all of them together by 9. Where
-    # dropout draws other numbers it was 29 and more.
-    for options, least, least_of_whole, least_of_each in (
-        ({"exclude": ["*"]}, 1 - 1e-6, 0.99, 0.98),
-        ({}, 0.99, 0.98, 0.93),
-    ):
+    for options, least in (({"exclude": ["*"]}, 1 - 1e-6), ({}, 0.99)):
         torch._dynamo.reset()
         got_y, got = step(compiled(model, compiler=compiler, **options))
         assert cosine(got_y, y) > least
-        assert cosine(torch.cat([got[name].flatten() for name in matrices]), whole) > least_of_whole
-        assert all(cosine(got[name], expected[name]) > least_of_each for name in matrices)
+        # All together FP8's own rounding turns by up to 9 degrees (160 steps), other draws by 29 and more.
+        assert cosine(torch.cat([got[name].flatten() for name in matrices]), whole) > least - 0.01
+        assert all(cosine(got[name], expected[name]) > least - 0.02 for name in matrices)
 
 
 @pytest.mark.parametrize("name", list(dropped_models()))
