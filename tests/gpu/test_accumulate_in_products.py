@@ -16,12 +16,11 @@ from te_compile.ops import gemm_into_grad
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from tests.compiling import compiled, gradients, te_nodes
+from tests.needs import FP8_GPU
 from tests.ops.test_gemm_into_grad import into_parameter
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.skipif(bool(native.missing(cuda=True)), reason="the core was built without CUDA"),
     pytest.mark.usefixtures("fresh_dynamo"),
 ]

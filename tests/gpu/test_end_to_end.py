@@ -22,11 +22,10 @@ from te_compile.passes.arguments import arguments_of
 from te_compile.state_files import state_dict
 from tests.compiling import BACKEND, compiled, cosine, relative_error, te_nodes, train_step
 from tests.emulation import emulated
+from tests.needs import FP8_GPU
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 

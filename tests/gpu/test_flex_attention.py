@@ -9,11 +9,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from te_compile.passes import manager
 from tests.compiling import compiled, cosine, train_step
+from tests.needs import FP8_GPU
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 

@@ -29,11 +29,10 @@ from te_compile.passes.arguments import arguments_of
 from te_compile.recipe import ScaleRule
 from tests.compiling import compiled, cosine, relative_error, te_nodes, train_step
 from tests.fp8_attention import Sizes, assert_is, drawn, expected
+from tests.needs import FP8_GPU
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 

@@ -9,15 +9,13 @@ import os
 import random
 
 import pytest
-import torch
 
 from tests.conftest import ORDER_VARIABLE
 from tests.fuzz.campaign import Campaign
+from tests.needs import FP8_GPU
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 BATCHES, PROGRAMS = 4, 8

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiling import BACKEND, train_step
+from tests.needs import FP8_GPU
 from tests.test_save_memory import Gated, Layer
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 

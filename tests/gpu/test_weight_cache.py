@@ -21,11 +21,10 @@ from te_compile.ops.weights import Outputs, copies_of, quantize_weights_referenc
 from te_compile.recipe import ScaleRule
 from te_compile.state_files import state_dict
 from tests.compiling import compiled, cosine, gradients, relative_error, train_step
+from tests.needs import FP8_GPU
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 

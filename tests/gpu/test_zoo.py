@@ -14,14 +14,13 @@ import torch
 pytest.importorskip("transformers", reason="the zoo is made of Hugging Face models")
 
 from tests.conftest import ORDER_VARIABLE
+from tests.needs import FP8_GPU
 from tests.zoo.case import Place, Setting
 from tests.zoo.examine import SETTINGS, examine
 from tests.zoo.models import ARCHITECTURES
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+    *FP8_GPU,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 SAMPLE = 6
