@@ -18,6 +18,10 @@ inline void require(bool condition, const char* what) {
   if (!condition) throw Failure(TE_INVALID_ARGUMENT, what);
 }
 
+inline void supported_if(bool condition, const char* what) {
+  if (!condition) throw Failure(TE_UNSUPPORTED, what);
+}
+
 void set_last_error(const char* what) noexcept;
 
 /// Run `body`; turn what it throws into a status.

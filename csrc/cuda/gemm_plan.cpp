@@ -18,10 +18,6 @@ cudaDataType cuda_type_of(te_dtype dtype) {
   throw Failure(TE_INVALID_ARGUMENT, "te_cublaslt_gemm: unknown dtype " + std::to_string(dtype));
 }
 
-void supported_if(bool condition, const char* what) {
-  if (!condition) throw Failure(TE_UNSUPPORTED, what);
-}
-
 namespace {
 
 Owned<lt::Layout> make_layout(te_dtype dtype, int64_t rows, int64_t columns, int64_t ld) {

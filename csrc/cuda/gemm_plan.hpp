@@ -24,11 +24,11 @@ struct Plan {
   /// The pointers that live in the descriptor; they may change with every call.
   void point_at(const te_gemm& gemm);
 
-  /// Ask the library for the algorithms of so many at most; throws if there is none.
+  /// The library's suggestions, so many at most; throws Failure(TE_UNSUPPORTED) if there is none.
   std::vector<lt::HeuristicResult> ask_library(lt::Context* context, const Key& key, int wanted) const;
 
-  /// Enqueue the product by one of the suggestions, its result to `d`.
-  lt::Status run(lt::Context* context, size_t which, const te_gemm& gemm, void* d, void* workspace,
+  /// Enqueue the product by one of the suggestions, its result to `result`.
+  lt::Status run(lt::Context* context, size_t which, const te_gemm& gemm, void* result, void* workspace,
                  size_t workspace_bytes) const;
 
   std::vector<lt::HeuristicResult> suggestions;
@@ -46,9 +46,7 @@ struct Plan {
   Owned<lt::Layout> a, b, c, d;
 };
 
+/// Throws Failure(TE_INVALID_ARGUMENT) for what is no dtype.
 cudaDataType cuda_type_of(te_dtype dtype);
-
-/// Throws Failure(TE_UNSUPPORTED) unless the condition holds.
-void supported_if(bool condition, const char* what);
 
 }  // namespace te_compile
