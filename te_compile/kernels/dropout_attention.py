@@ -1,12 +1,13 @@
 """Attention with dropout, forward and backward: flash attention that reads which weights to keep as bits.
 
-Kernels that draw as they go spend as much on random numbers as on products, and twice: in the forward and again in the
-backward pass. Here a launch of its own draws every bit once (dropout_bits.py), and the others read them, one bit for
-each pair of query and key: 67 MB for 4 × 32 heads of 2048 positions.
+Kernels that draw as they go draw twice, in the forward and again in the backward pass. Here a launch of its own draws
+every bit once (dropout_bits.py), and the others read them, one bit for each pair of query and key: 67 MB for 4 × 32
+heads of 2048 positions.
 
 The backward pass is two launches, one of programs for keys (dk, dv) and one for queries (dq). Each computes the weights
 anew, seven products in place of five, and nothing is added up by atomics: the same bits in every run. Of the layer with
-4 × 32 heads, 2048 positions and 128 features, on an H200, in microseconds, beside PyTorch's kernels with a dropout:
+4 × 32 heads, 2048 positions and 128 features, on an H200, in microseconds by ``triton.testing.do_bench``, beside
+PyTorch's kernels with a dropout:
 
                  full                                causal
                  bits   forward   backward           bits   forward   backward

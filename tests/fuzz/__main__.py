@@ -15,7 +15,7 @@ import warnings
 
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-if not any(each.endswith("cuda") for each in sys.argv):
+if not any(each.endswith("cuda") for each in sys.argv):  # before anything imports Triton, which reads it then
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
