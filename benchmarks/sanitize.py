@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -52,11 +53,18 @@ class Case:
 CASES = (
     Case("quantize", "tests/kernels/test_quantize.py"),
     Case("norm", "tests/kernels/test_norm.py"),
+    Case("norm_rows", "tests/kernels/test_norm_rows.py"),
+    Case("norm_backward", "tests/kernels/test_norm_backward.py"),
+    Case("column_sums", "tests/kernels/test_column_sums.py"),
     Case("cross_entropy", "tests/kernels/test_cross_entropy.py"),
     Case("weights", "tests/kernels/test_weights.py"),
+    # The model's products are cuBLASLt's, which racecheck does not bear.
+    Case("weight_refresh", "tests/kernels/test_weight_refresh.py", "not a_model_reads"),
     Case("pointwise", "tests/kernels/test_pointwise.py"),
     Case("scale_update", "tests/kernels/test_scale_update.py"),
     Case("grouped_gemm", "tests/kernels/test_grouped_gemm.py"),
+    Case("fp8_attention", "tests/kernels/test_fp8_attention.py"),
+    Case("dropout_attention", "tests/kernels/test_dropout_attention.py"),
     Case("native_kernels", "tests/gpu/test_native_kernels.py"),
     Case("native_norm", "tests/gpu/test_native_norm.py"),
     # The kernels are cuBLASLt's, so there are no races of ours to find; and with racecheck beside them, though they are
@@ -135,6 +143,27 @@ def verdict(tool: str, row: dict[str, Any]) -> str:
     return f"{tool} found {count} error(s)" if count else ""
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the sanitizer and the Python that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_with_us() -> None:
+    """Runs have sessions of their own, so whoever ends this program would leave them at work on the GPU."""
+
+    def ended(number: int, _frame: object) -> None:
+        for process in list(_running):
+            stop(process)
+        os._exit(128 + number)  # no thread may begin another run
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ended)
+
+
 def run(case: Case, tool: str, command: Sequence[str], limit: float, folder: Path) -> dict[str, Any]:
     """Run one file's tests under ``command``; all it says goes to a file in ``folder``."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", case.path]
@@ -146,12 +175,14 @@ def run(case: Case, tool: str, command: Sequence[str], limit: float, folder: Pat
             [*command, *pytest, "-k", case.expression(tool)], cwd=CHECKOUT, env=environment(tool), stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+        _running.add(process)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # the sanitizer and the Python that it started
-            process.wait()
+            stop(process)
             ended["timed_out"] = True
+        finally:
+            _running.discard(process)
     return {"seconds": time.monotonic() - start, **ended, **summary_of(tool, log.read_text()), "log": str(log)}
 
 
@@ -213,4 +244,5 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_us()
     sys.exit(main())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +93,21 @@ def test_every_case_has_tests() -> None:
     """Tests of the GPU cannot be collected without one; there the words are looked for in the names."""
     for case in CASES:
         source = (CHECKOUT / case.path).read_text()
-        words = re.findall(r"\w+", case.chosen.replace(" or ", " "))
+        words = re.findall(r"\w+", re.sub(r"\b(or|not)\b", "", case.chosen))
         names = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
         assert names and all(any(word in name for name in names) for word in words), case
+
+
+def test_every_kernel_of_tritons_is_looked_at() -> None:
+    """By the tests of its own file; what has none is imported by such tests, or by a kernel that they are of."""
+    paths = {case.path for case in CASES}
+    tests = "".join((CHECKOUT / path).read_text() for path in paths)
+    sources = {path.stem: path.read_text() for path in (CHECKOUT / "te_compile/kernels").glob("*.py")}
+    kernels = {name for name, source in sources.items() if re.search(r"^@triton\.jit", source, re.MULTILINE)}
+    tested = {name for name in kernels if f"tests/kernels/test_{name}.py" in paths}
+    assert len(tested) > 10
+    for name in kernels - tested:
+        assert any(f"te_compile.kernels.{name} " in text for text in (tests, *(sources[each] for each in tested))), name
 
 
 @pytest.fixture
@@ -123,6 +137,28 @@ def test_a_run_that_takes_too_long_is_ended_and_told(tmp_path: Path) -> None:
     row = sanitize.run(Case("slow", "nothing"), "memcheck", slow, 1.0, tmp_path)
     assert row["timed_out"] and row["seconds"] < 30
     assert "not finished" in verdict("memcheck", row)
+
+
+ENDED_EARLY = """
+import sys
+from pathlib import Path
+from benchmarks import sanitize
+sanitize.end_with_us()
+slow = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+sanitize.run(sanitize.Case("slow", "nothing"), "memcheck", slow, 50.0, Path(sys.argv[1]))
+"""
+
+
+def test_who_ends_it_ends_its_runs(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDED_EARLY, str(tmp_path)], cwd=CHECKOUT)
+    log, start = tmp_path / "memcheck_slow.log", time.monotonic()
+    while not (log.exists() and log.read_text().strip()):
+        assert process.poll() is None and time.monotonic() - start < 50
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
