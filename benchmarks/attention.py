@@ -41,7 +41,8 @@ from benchmarks.measure import (
     sqnr,
 )
 from te_compile.backend import te_fp8
-from te_compile.kernels.fp8_attention import AttentionTile, fp8_attention
+from te_compile.kernels.attention_tiles import AttentionTile
+from te_compile.kernels.fp8_attention import fp8_attention
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.quantize import QUANTIZE
 from te_compile.recipe import ScaleRule

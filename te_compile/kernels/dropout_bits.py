@@ -78,20 +78,26 @@ def _chosen():
 
 
 @triton.jit
-def keeps(bits, tile_m, tile_n, queries, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+def keeps(bits, tile_m, tile_n, queries, keys, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
     """Which weights of a tile of M queries and N keys are kept: [M, N]."""
-    m = tile_m + tl.arange(0, M)
-    at = bits + (tile_n // 32 + tl.arange(0, N // 32))[None, :] * queries + m[:, None]
-    words = tl.load(at) if EVEN else tl.load(at, mask=(m < queries)[:, None], other=0)
+    m, word = tile_m + tl.arange(0, M), tile_n // 32 + tl.arange(0, N // 32)
+    at = bits + word[None, :] * queries + m[:, None]
+    if EVEN:
+        words = tl.load(at)
+    else:  # a tile of 128 keys may have words that no key has
+        words = tl.load(at, mask=(m < queries)[:, None] & (word // 2 * 64 < keys)[None, :], other=0)
     halves = tl.reshape(words, (M, N // 64, 2, 1)) >> (16 * tl.arange(0, 2))[None, None, None, :]
     return tl.reshape((tl.reshape(halves, (M, N // 64, 1, 4, 1)) & _chosen()[None, None, :, :, :]) != 0, (M, N))
 
 
 @triton.jit
-def keeps_across(bits, tile_m, tile_n, queries, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+def keeps_across(bits, tile_m, tile_n, queries, keys, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
     """The same with a row for each key: [N, M]."""
-    m = tile_m + tl.arange(0, M)
-    at = bits + (tile_n // 32 + tl.arange(0, N // 32))[:, None] * queries + m[None, :]
-    words = tl.load(at) if EVEN else tl.load(at, mask=(m < queries)[None, :], other=0)
+    m, word = tile_m + tl.arange(0, M), tile_n // 32 + tl.arange(0, N // 32)
+    at = bits + word[:, None] * queries + m[None, :]
+    if EVEN:
+        words = tl.load(at)
+    else:
+        words = tl.load(at, mask=(m < queries)[None, :] & (word // 2 * 64 < keys)[:, None], other=0)
     halves = tl.reshape(words, (N // 64, 2, 1, M)) >> (16 * tl.arange(0, 2))[None, None, :, None]
     return tl.reshape((tl.reshape(halves, (N // 64, 1, 4, 1, M)) & _chosen()[None, :, :, :, None]) != 0, (N, M))

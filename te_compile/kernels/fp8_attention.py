@@ -26,7 +26,6 @@ attention 0.48 and 0.83. The tiles are first choices: others have not been compa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,22 +34,13 @@ import triton.language as tl
 from torch import Tensor
 
 from te_compile.kernels import buffers
+from te_compile.kernels.attention_tiles import AttentionTile
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
 P_EXPONENT = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """Queries of a program and keys of a block, warps, and blocks on their way."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 WIDE = AttentionTile(128, 128, 8, 3)

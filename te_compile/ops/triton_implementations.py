@@ -403,10 +403,10 @@ def dropout_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``te::dropout_attention_backward`` by kernels/dropout_attention.py."""
+    """``te::dropout_attention_backward`` by kernels/dropout_attention_backward.py."""
     operands = (grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
     if q.numel() == 0 or k.numel() == 0:
         return dropout_attention_backward_reference(*operands)
-    from te_compile.kernels.dropout_attention import backward as kernel
+    from te_compile.kernels.dropout_attention_backward import backward as kernel
 
     return kernel(*operands)

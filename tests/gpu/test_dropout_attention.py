@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_compile
-from te_compile.kernels.dropout_attention import backward, forward
+from te_compile.kernels.dropout_attention import forward
+from te_compile.kernels.dropout_attention_backward import backward
 from te_compile.kernels.dropout_bits import draw
 from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share
 from tests.compiling import relative_error

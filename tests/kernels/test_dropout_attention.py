@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_compile.kernels.dropout_attention import AttentionTile, Tiles, backward, forward
+from te_compile.kernels.attention_tiles import AttentionTile, Tiles
+from te_compile.kernels.dropout_attention import forward
+from te_compile.kernels.dropout_attention_backward import backward
 from te_compile.kernels.dropout_bits import draw
 from te_compile.ops.dropout_bits import dropout_bits_reference, unpacked
 from tests.compiling import relative_error
@@ -23,7 +25,8 @@ SIZES = {
 }
 TILES = [
     Tiles(AttentionTile(64, 64, 4, 1), AttentionTile(32, 64, 4, 1), AttentionTile(64, 64, 4, 1)),
-    Tiles(AttentionTile(32, 128, 4, 2), AttentionTile(64, 128, 4, 2), AttentionTile(32, 64, 4, 2)),
+    Tiles(AttentionTile(32, 128, 4, 2, True), AttentionTile(64, 128, 4, 2, True), AttentionTile(32, 64, 4, 2, True)),
+    Tiles(AttentionTile(128, 64, 4, 2, True), AttentionTile(128, 64, 4, 2, True), AttentionTile(128, 64, 4, 2, True)),
 ]
 CLOSE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
@@ -52,7 +55,7 @@ def test_bits_that_nobody_sees_are_all_that_may_be_missing(length: int, device: 
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tiles", TILES, ids=["square", "wide"])
+@pytest.mark.parametrize("tiles", TILES, ids=["square", "wide", "tall"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_the_kernels_compute_the_definition(sizes: Sizes, tiles: Tiles, causal: bool, device: str) -> None:
     if causal and sizes.queries != sizes.keys:

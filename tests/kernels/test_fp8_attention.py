@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_compile.kernels.fp8_attention import AttentionTile, fp8_attention
+from te_compile.kernels.attention_tiles import AttentionTile
+from te_compile.kernels.fp8_attention import fp8_attention
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from tests.compiling import relative_error
 from tests.fp8_attention import Operands, Sizes, assert_is, drawn, expected, looseness

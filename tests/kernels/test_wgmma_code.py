@@ -26,7 +26,8 @@ import sys, torch, triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from te_compile.kernels.ahead import Notes
 from te_compile.kernels.compile_worker import source_of, target_of
-from te_compile.kernels.dropout_attention import backward, forward
+from te_compile.kernels.dropout_attention import forward
+from te_compile.kernels.dropout_attention_backward import backward
 from te_compile.kernels.fp8_attention import WIDE as ATTENTION_TILE, fp8_attention
 from te_compile.kernels.grouped_gemm import grouped_gemm, grouped_wgrad
 from te_compile.kernels.recording import rehearsing
