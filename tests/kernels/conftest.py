@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.kernels.addresses import check_addresses
 from tests.kernels.interpreter import correct_interpreter
 from tests.poison import poison_memory
 
@@ -34,6 +35,13 @@ def device() -> str:
         "set TRITON_INTERPRET=1 in the environment"
     )
     return "cpu"
+
+
+@pytest.fixture(autouse=True)
+def checked_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reaches outside of its tensors fails, as it would under compute-sanitizer."""
+    if triton.knobs.runtime.interpret:
+        check_addresses(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
