@@ -22,6 +22,7 @@ import ast
 import difflib
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from enum import Enum
@@ -180,11 +181,15 @@ class DelayedScaling(Recipe):
                 f"amax_compute_algo={self.amax_compute_algo!r}: choose 'max', 'most_recent' or pass a function "
                 "of the history [L, n] that returns an amax [n]"
             )
+        _require_arguments("amax_compute_algo", self.amax_compute_algo, "history")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise RecipeError(
                 f"scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}: must be None or a function "
                 "(amax, scale, fp8_max, recipe) that returns a scale"
             )
+        _require_arguments(
+            "scaling_factor_compute_algo", self.scaling_factor_compute_algo, "amax, scale, fp8_max, recipe"
+        )
         _require_bool("reduce_amax", self.reduce_amax)
         _require_attention_fields(self.fp8_dpa, self.fp8_mha)
 
@@ -323,6 +328,8 @@ def _from_text(text: str) -> Recipe:
         parameter, equals, value = part.partition("=")
         if not equals:
             raise RecipeError(f"recipe={text!r}: {part!r} is not of the form parameter=value")
+        if parameter in parameters:
+            raise RecipeError(f"recipe={text!r}: {parameter!r} is given twice")
         parameters[parameter] = _literal(value)
     return _from_parameters({"name": name, **parameters}, text)
 
@@ -392,6 +399,18 @@ def _require_integer(field: str, value: Any, smallest: int, largest: int | None 
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not smallest <= value <= (value if largest is None else largest):
         raise RecipeError(f"{field}={value!r}: must be an integer {allowed}")
+
+
+def _require_arguments(field: str, function: object, names: str) -> None:
+    """A function of the user's must take ``names``, in their order; a name of ours stands for one that does."""
+    if not callable(function):
+        return
+    try:
+        inspect.signature(function).bind(*names.split(", "))
+    except TypeError as error:
+        raise RecipeError(f"{field}={function!r}: must take ({names}), but {error}") from None
+    except ValueError:  # some builtins have no signature
+        pass
 
 
 def _require_bool(field: str, value: object) -> None:

@@ -232,6 +232,10 @@ def test_a_function_that_returns_the_wrong_thing_is_named(result: object) -> Non
 # --- validation ----------------------------------------------------------------------------------------------------
 
 
+def no_arguments() -> int:
+    return 0
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value", "allowed"),
     [
@@ -243,7 +247,9 @@ def test_a_function_that_returns_the_wrong_thing_is_named(result: object) -> Non
         (DelayedScaling, "amax_history_len", "16", "at least 1"),
         (DelayedScaling, "amax_compute_algo", "maximum", "'max', 'most_recent'"),
         (DelayedScaling, "amax_compute_algo", None, "'max', 'most_recent'"),
+        (DelayedScaling, "amax_compute_algo", no_arguments, "must take (history)"),
         (DelayedScaling, "scaling_factor_compute_algo", "max", "must be None or a function"),
+        (DelayedScaling, "scaling_factor_compute_algo", no_arguments, "must take (amax, scale, fp8_max, recipe)"),
         (DelayedScaling, "reduce_amax", 1, "True or False"),
         (DelayedScaling, "fp8_dpa", 1, "True or False"),
         (DelayedScaling, "fp8_mha", True, "only False is allowed. fp8_dpa=True computes attention itself in FP8"),
@@ -306,6 +312,7 @@ def test_names_texts_dicts_and_objects_all_mean_a_recipe(value: object, recipe: 
         ({"name": "delayed", "magin": 1}, "no parameter 'magin'; did you mean 'margin'?"),
         ({"name": "current", "margin": 1}, "'current' has no parameter 'margin'"),
         ("delayed margin", "'margin' is not of the form parameter=value"),
+        ("delayed margin=1 margin=2", "'margin' is given twice"),
         ("block", "Float8BlockScaling is not available yet"),
         ("mxfp8", "MXFP8BlockScaling is not available yet"),
         ({"name": "nvfp4"}, "NVFP4BlockScaling is not available yet"),
