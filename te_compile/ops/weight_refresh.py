@@ -3,11 +3,11 @@
 A weight that autograd sees change has another version, but ``weight.data.add_(…)`` and some optimizers change it behind
 autograd's back. So copies that are kept are checked whenever they are used again:
 
-    lines        of each weight one line of 128 bytes in every 8 KiB, at a place in it that is different each time
+    lines        of each weight one line of 128 bytes in every KiB, at a place in it that is different each time
     fingerprint  of each 64 lines: Σ mix(bits of an element, its number)        modulo 2³²
 
 and where one fingerprint differs from that of the weights that the copies were made of, all copies are made again, in
-the memory where they are. Of weights of more than 512 MiB in all, ``MOST_LINES`` lines are spread evenly. What an
+the memory where they are. Of weights of more than 64 MiB in all, ``MOST_LINES`` lines are spread evenly. What an
 optimizer does touches every line; a change of a few elements behind autograd's back may touch none of these, and then
 it is not seen. ``mix`` is not linear, so that no regular change (every sign, every exponent) cancels in the sum.
 
@@ -30,7 +30,7 @@ from te_compile.ops.weights import Outputs, column_places, row_places
 from te_compile.recipe import ScaleRule
 
 LINE_BYTES = 128  # what DRAM delivers at once, more or less
-STRIDE_BYTES = 8192  # one line of so many bytes is looked at
+STRIDE_BYTES = 1024  # one line of so many bytes is looked at
 MOST_LINES = 1 << 16  # 8 MiB: 2 µs at the bandwidth of a copy on an H200
 LINES = 64  # in one fingerprint
 GOLDEN = 0x9E3779B1  # the odd number next to 2³² / golden ratio: its multiples are spread evenly

@@ -41,11 +41,20 @@ def test_every_change_of_a_whole_weight_is_seen(change: str, dtype: torch.dtype)
     assert not torch.equal(before, fingerprint_reference(weights))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_change_of_one_row_is_seen_where_a_row_is_a_stretch_or_longer(dtype: torch.dtype) -> None:
+    columns = STRIDE_BYTES // dtype.itemsize * random.randrange(1, 4)
+    weight = torch.randn(random.randrange(20, 200), columns).to(dtype)
+    before = fingerprint_reference([weight])
+    weight[random.randrange(len(weight))].fill_(1.0)
+    assert not torch.equal(before, fingerprint_reference([weight]))
+
+
 def test_a_line_of_every_stretch_is_looked_at_and_not_always_the_same_columns() -> None:
     rows, columns = random.randrange(50, 200), STRIDE_BYTES // 2  # bf16: a row is a stretch
     (places,) = line_places((rows * columns,), 2)
     assert torch.equal(places // columns, torch.arange(rows))
-    assert len(set((places % columns).tolist())) > rows // 4
+    assert len(set((places % columns).tolist())) == STRIDE_BYTES // LINE_BYTES, "every place in a stretch has its turn"
     assert int(places.max()) + LINE_BYTES // 2 <= rows * columns
 
 
