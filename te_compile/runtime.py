@@ -41,11 +41,16 @@ def example_inputs_of(signature: Signature, recipe: Recipe) -> list[Tensor]:
 def _example_states(signature: Signature, recipe: Recipe) -> list[Tensor]:
     devices = [value_of(weight).device for weight in signature.weights]
     columns = HISTORY + history_length(recipe)
-    states = [torch.zeros(state.FORWARD_ROWS, columns, device=device) for device in devices]
+    states = [torch.zeros(state.FORWARD_ROWS, columns, dtype=torch.float32, device=device) for device in devices]
     if signature.training:
-        states += [torch.zeros(state.BACKWARD_ROWS, columns, device=device) for device in devices]
-        states.append(torch.zeros(signature.slots, device=devices[0], requires_grad=True))
+        states += [torch.zeros(state.BACKWARD_ROWS, columns, dtype=torch.float32, device=device) for device in devices]
+        states.append(new_token(signature.slots, devices[0]))
     return states
+
+
+def new_token(slots: int, device: torch.device) -> Tensor:
+    """The input whose gradient carries amaxes, [slots]. fp32 whatever the default dtype is: its gradient has its dtype."""
+    return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def _example_copies(group: WeightGroup) -> list[Tensor]:
@@ -136,5 +141,5 @@ class Runner:
     def _token_on(self, device: torch.device) -> Tensor:
         """The input whose gradient carries the amaxes; its values are never read."""
         if self.token is None or self.token.device != device:
-            self.token = torch.zeros(self.signature.slots, device=device, requires_grad=True)
+            self.token = new_token(self.signature.slots, device)
         return self.token

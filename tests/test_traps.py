@@ -22,10 +22,11 @@ from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from te_compile import compilers, state
+from te_compile.ops.scaling import HISTORY
 from te_compile.passes import lower, manager
 from te_compile.passes.arguments import arguments_of, is_te
 from te_compile.passes.memory import tag_memory
-from tests.compiling import compiled, error_but_for_ties, gradients, products, te_nodes, train_step
+from tests.compiling import compiled, error_but_for_ties, gradients, products, relative_error, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -239,3 +240,21 @@ def test_compiling_with_fake_parameters_makes_no_state() -> None:
     known = len(state._states)
     held = state.state_of(fake, 16)
     assert held.forward.shape == (2, 18) and len(state._states) == known
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
+def test_amaxes_are_fp32_whatever_the_default_dtype_is(default: torch.dtype) -> None:
+    """An amax of a gradient beyond fp16 would arrive as infinite, be kept out of the history, and never be scaled for."""
+    model, x, up = nn.Linear(32, 48), torch.randn(8, 32), torch.randn(8, 48)
+    fast = compiled(model)
+    torch.set_default_dtype(default)
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            (fast(x) * (up * 1e6)).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    held = state.existing_state(model.weight, 1024)
+    assert not held.skipped.any()
+    assert torch.equal(held.backward[0, HISTORY], (up * 1e6).abs().max())
+    assert relative_error(model.weight.grad, (up * 1e6).T @ x) < 0.1

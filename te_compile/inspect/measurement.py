@@ -33,7 +33,7 @@ from te_compile.options import Options
 from te_compile.passes import manager
 from te_compile.passes.lower import Signature
 from te_compile.passes.plan import Plan
-from te_compile.runtime import history_length
+from te_compile.runtime import history_length, new_token
 
 _PRODUCTS = (GEMM, GROUPED_GEMM, GROUPED_WGRAD)  # alike in the place of their operands and of their label
 
@@ -133,13 +133,14 @@ class _Graph:
         states = [forward for forward, _ in pairs]
         if self.signature.training:
             states += [backward for _, backward in pairs]
-            states.append(torch.zeros(self.signature.slots, device=weights[0].device, requires_grad=True))
+            states.append(new_token(self.signature.slots, weights[0].device))
         return states
 
     def _empty(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
         columns = HISTORY + self.history
         forward, backward = (
-            torch.zeros(rows, columns, device=weight.device) for rows in (state.FORWARD_ROWS, state.BACKWARD_ROWS)
+            torch.zeros(rows, columns, dtype=torch.float32, device=weight.device)
+            for rows in (state.FORWARD_ROWS, state.BACKWARD_ROWS)
         )
         return forward, backward
 

@@ -173,7 +173,7 @@ def _next(device: int, stream: int, kind: str) -> Tensor:
 
 def _clear(count: int, device: torch.device) -> tuple[Tensor, ...]:
     with unrecorded(), torch.inference_mode(False), torch.no_grad():
-        return torch.zeros(count, _STRIDE, device=device)[:, 0].unbind()
+        return torch.zeros(count, _STRIDE, dtype=torch.float32, device=device)[:, 0].unbind()
 
 
 def lends() -> bool:

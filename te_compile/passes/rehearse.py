@@ -121,7 +121,7 @@ def _copy(group: WeightGroup, weights: list[Tensor], stateful: bool, missing: bo
     weights = [torch.empty_like(weight) for weight in weights]
     rows = scales = None
     if stateful:
-        rows = [torch.empty(STATE, device=group.device).narrow(0, 1, 1) for _ in group.owners]
+        rows = [torch.empty(STATE, dtype=torch.float32, device=group.device).narrow(0, 1, 1) for _ in group.owners]
         scales = implementations["snapshot"](rows, TRITON)
     flags = list(layout.rowwise), list(layout.columnwise)
     quantize = implementations["quantize_weights"]
