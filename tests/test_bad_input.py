@@ -122,6 +122,15 @@ def test_a_tensor_that_holds_others_stays_in_high_precision_with_its_class(what:
     torch.testing.assert_close(y.a, expected.a)
 
 
+def test_rows_of_many_lengths_in_one_tensor_stay_in_high_precision_with_its_class() -> None:
+    lengths = [random.randrange(1, 9) for _ in range(3)]
+    x = torch.nested.nested_tensor([torch.randn(length, 32) for length in lengths], layout=torch.jagged)
+    model = Linear()
+    site, y = the_site(model, x)
+    assert site.cause is Cause.UNSUPPORTED and "a NestedTensor" in site.reason
+    torch.testing.assert_close(y.values(), model(x).values())
+
+
 def test_a_weight_that_is_computed_from_the_input_stays_in_high_precision_with_the_reason() -> None:
     class Computed(nn.Module):
         def __init__(self) -> None:
@@ -197,6 +206,20 @@ def test_an_empty_batch_gives_an_empty_result_and_zero_gradients(recipe: str) ->
     assert not model.fc.weight.grad.any() and not model.fc.bias.grad.any()
 
 
+def test_an_empty_batch_of_any_length_gives_an_empty_result() -> None:
+    class Residual(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc(torch.relu(x))
+
+    model = Residual(32, 32)
+    fast = compiled(model, dynamic=True)
+    for length in (4, 7):
+        x = torch.randn(0, length, 32, requires_grad=True)
+        y = fast(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (0, length, 32)
+
+
 def test_an_empty_batch_teaches_the_state_nothing() -> None:
     model = Linear()
     fast = compiled(model)
@@ -242,6 +265,23 @@ def test_a_parameter_that_is_not_contiguous() -> None:
     expected = emulated_linear(x, model.fc.weight, model.fc.bias)
     assert error_but_for_ties(y, expected) < 1e-4
     assert got["fc.weight"].shape == (48, 32)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_returned_matrix_that_backward_reads_may_not_be_changed_in_between(compiler: str) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.a(x)
+            return self.b(F.gelu(hidden)), hidden
+
+    y, hidden = compiled(Returns(), compiler=compiler)(torch.randn(8, 32))
+    hidden.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_result_that_is_changed_in_place() -> None:

@@ -201,7 +201,9 @@ def linear(
     if more_out:
         # A copy and no slice: models take views of a linear's result that only a contiguous one has.
         y = F.pad(y, (0, -more_out))
-    return y.view(*x.shape[:-1], y.shape[-1]), amax, weight_amax
+    if x.dim() != 2:  # no view that changes nothing: autograd would not see a change in place behind it
+        y = y.view(*x.shape[:-1], y.shape[-1])
+    return y, amax, weight_amax
 
 
 LINEAR = define_composite(

@@ -52,7 +52,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 def size_hint(size: Any) -> int:
     """A size as a number: a symbolic one as the example that compilation started from."""
     hint = size if isinstance(size, int) else getattr(size.node, "hint", None)
-    return _UNKNOWN_SIZE if hint is None else int(hint)
+    return int(hint) if isinstance(hint, int) else _UNKNOWN_SIZE  # that of a jagged tensor is a symbol as well
 
 
 def rows_of(x: Tensor) -> int:
