@@ -49,7 +49,7 @@ def _example_states(signature: Signature, recipe: Recipe) -> list[Tensor]:
 
 
 def new_token(slots: int, device: torch.device) -> Tensor:
-    """The input whose gradient carries amaxes, [slots]. fp32 whatever the default dtype is: its gradient has its dtype."""
+    """The input whose gradient carries amaxes, [slots]; fp32 as they are, whatever the default dtype is."""
     return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
 
 
