@@ -244,7 +244,7 @@ def test_compiling_with_fake_parameters_makes_no_state() -> None:
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
 def test_amaxes_are_fp32_whatever_the_default_dtype_is(default: torch.dtype) -> None:
-    """An amax of a gradient beyond fp16 would arrive as infinite and stay out of the history: no scale would follow it."""
+    """An amax of a gradient beyond fp16 would arrive infinite and not enter the history: no scale follows it."""
     model, x, up = nn.Linear(32, 48), torch.randn(8, 32), torch.randn(8, 48)
     fast = compiled(model)
     torch.set_default_dtype(default)
