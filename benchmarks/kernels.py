@@ -96,6 +96,7 @@ SWIGLU_BACKWARD = (
     "t14 = bfloat16(t13); quantize t6; quantize t14"
 )
 """The gradients of up and of gate in one pass, from that of their product."""
+HEAD, LENGTH = 128, 2048  # features and sequence of what is rotated
 SWEEP = {
     "quantize": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8, 16) if m * k // w <= 4096],
     "norm": [Tile(m, k, w) for m in (64, 128) for k in (64, 128) for w in (4, 8) if m * k // w <= 2048],
@@ -401,6 +402,39 @@ def fused_rows() -> Iterator[Row]:
             yield Row(f"fused {name}", f"{m}x{k}", m * k * (2 * len(inputs) + 2), call, check, "fused")
 
 
+def rotation_backward(head: int) -> str:
+    """The gradient of a Llama's queries before their rotation, of heads of so many features."""
+    half = head // 2
+    exchanged = f"a[{half}:{head}] + a[0:{half}]"
+    return (
+        f"x0: bfloat16[M, K of {exchanged}]; x1: bfloat16[M, D of {exchanged.replace('a', 'b')}]; "
+        f"x2: bool[columns 0:{half} of {head}]; x3: bfloat16[M, K of a[0:{head}]]; x4: bfloat16[M, D of c[0:{head}]]; "
+        "t0 = mul(x0, x1); t1 = neg(t0); t2 = where(x2, 0.0, t1); t3 = where(x2, t0, 0.0); t4 = add(t2, t3); "
+        "t5 = mul(x3, x4); t6 = add(t4, t5); t7 = bfloat16(t6); quantize t7"
+    )
+
+
+def rotated_rows() -> Iterator[Row]:
+    """The backward of a rotary embedding, of what attention gave back as [B, S, H, D]."""
+    scale = torch.tensor(20.0, device=DEVICE)
+    for m, k in SHAPES:
+        head, length = min(HEAD, k), min(LENGTH, m)
+        spec = Spec.parse(rotation_backward(head))
+        of_heads = (m // length, length, k // head, head)
+        turns = [x.view(of_heads) for x in _randoms(m, k)]
+        sin, cos = (torch.randn(1, length, 1, head, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+        def call(tile: Tile | None, turn: int, turns=turns, sin=sin, cos=cos, spec=spec) -> Any:
+            inputs = [turns[turn], sin, cos]
+            return fused_quantize(inputs, scale, spec, E5M2, True, True, RULE, False, tile)
+
+        def check(got: Any, turns=turns, sin=sin, cos=cos, spec=spec) -> bool:
+            wanted = quantize_reference(evaluate(spec, [turns[0], sin, cos])[0], scale, E5M2, True, True, RULE)
+            return _same(got[0], wanted[0], 1e-3) and _same(got[1], wanted[1], 1e-3)
+
+        yield Row("fused rotation backward", f"{m}x{k}", 4 * m * k, call, check, "fused")
+
+
 def pair_rows() -> Iterator[Row]:
     """Producers of two values."""
     for m, k in SHAPES:
@@ -475,7 +509,9 @@ def families(peers: bool) -> list[Family]:
     """What makes the rows, in the order of the output."""
     from benchmarks import kernel_peers, products
 
-    of_matrices: list[Family] = [quantize_rows, norm_rows, norm_backward_rows, fused_rows, pair_rows, loss_rows]
+    of_matrices: list[Family] = [
+        quantize_rows, norm_rows, norm_backward_rows, fused_rows, rotated_rows, pair_rows, loss_rows,
+    ]  # fmt: skip
     ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 

@@ -33,6 +33,8 @@ _WORDS = (
     (("mul", "erf", "add", "mul", "mul", "mul", "exp", "mul", "mul", "add", "mul"), "gelu backward"),
     (("mul", "mul", "mul", "mul", "add", "mul", "tanh", "add", "mul"), "gelu (tanh)"),
     (("mul", "mul", "erf", "add", "mul"), "gelu"),
+    (("mul", "neg", "where", "mul", "add"), "rotation"),
+    (("mul", "neg", "where", "where", "add", "mul", "add"), "rotation backward"),
 )
 
 

@@ -8,6 +8,7 @@ for real numbers, and in fp32 but for rounding:
     into a sum of a constant  c·(d·a + e) = (c·d)·a + c·e         one fused multiply-add
     a common factor           a + c·(a·b) = a·(c·b + 1)
     one logistic function     1 + tanh u = 2·s, 1 - tanh² u = 4·s·(1 - s), sigmoid(2u) = s: each of 1 / (1 + 2^v)
+    one choice                (0 where c, else a) + (b where c, else 0) = (b where c, else a) + 0
     one bell curve            e^-u² is in 1 + erf u, and exp(-x² / 2) is the same where u = x / √2
 
 Besides its logistic function tanh-GELU takes 5 multiplications and additions instead of 9, its backward 12 instead of
@@ -168,6 +169,9 @@ class _Builder:
     def _sum(self, a: Operand, b: Operand) -> Operand:
         if _is_constant(a):
             a, b = b, a
+        chosen = self._sum_of_choices(a, b) or self._sum_of_choices(b, a)
+        if chosen is not None:
+            return chosen
         for one, other in ((a, b), (b, a)):
             product, constant = self._parted(other)
             factors = self._operands(product, "mul")
@@ -175,6 +179,16 @@ class _Builder:
                 rest = factors[1] if factors[0] == one else factors[0]
                 return self._new("mul", one, self._new("add", self._times(rest, constant), 1.0))
         return self._new("add", a, b)
+
+    def _sum_of_choices(self, one: Operand, other: Operand) -> Operand | None:
+        """The halves of heads that a rotation has brought to their places, as one. + 0 makes +0 of -0, as before."""
+        first, second = (self._steps.get(each) if isinstance(each, str) else None for each in (one, other))
+        if first is None or second is None or (first.operation, second.operation) != ("where", "where"):
+            return None
+        (condition, nothing, a), (same, b, too) = first.operands, second.operands
+        if condition != same or _is_constant(a) or _is_constant(b) or (nothing, too) != (0, 0):
+            return None
+        return self._new("add", self._new("where", condition, b, a), 0.0)
 
     def _logistic(self, u: Operand, factor: float) -> Operand:
         """sigmoid(``factor`` · u)."""

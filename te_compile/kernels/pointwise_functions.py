@@ -221,11 +221,11 @@ def part_at(x, stride_g, turn, column, within, HEAD: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def read_part(
-    x, stride_a, stride_s, length, tile_m, tile_a, tile_s, m, k, in_rows, in_columns,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+def part_rows(
+    x, stride_a, stride_s, length, tile_m, tile_a, tile_s, m, WHOLE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """A tile of a part with S = ``length``, from the column at ``x`` on. ``WHOLE``: its rows have one index in A.
+    """Where the rows of a tile are, of a part with S = ``length``, in the column at ``x``. ``WHOLE``: they have one
+    index in A.
 
     ``ALIGNED``: every row starts on a multiple of 16 bytes. Up to Triton 3.6 it does not know that of a pointer or a
     stride that is one of several, and loads element by element, which takes a third longer.
@@ -240,7 +240,17 @@ def read_part(
         rows = (row // length).to(tl.int64) * stride_a + (row % length).to(tl.int64) * stride_s
     if ALIGNED:
         x = tl.multiple_of(x, 16)
-    return read(x + rows[:, None] + k[None, :], in_rows[:, None] & in_columns[None, :], EVEN)
+    return x + rows
+
+
+@triton.jit
+def read_part(
+    x, stride_a, stride_s, length, tile_m, tile_a, tile_s, m, k, in_rows, in_columns,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a part, from the column at ``x`` on: see ``part_rows``."""
+    rows = part_rows(x, stride_a, stride_s, length, tile_m, tile_a, tile_s, m, WHOLE, ALIGNED)
+    return read(rows[:, None] + k[None, :], in_rows[:, None] & in_columns[None, :], EVEN)
 
 
 @triton.jit

@@ -11,8 +11,10 @@ import math
 
 from torch import Tensor
 
+from te_compile.kernels.pointwise_pieces import widest_tile
 from te_compile.kernels.recording import address_of
-from te_compile.ops.pointwise import Spec, grouped, joined
+from te_compile.ops.pieces import rows_of
+from te_compile.ops.pointwise import Input, Place, Spec, extent, grouped, joined
 
 MOST_TURNS = 65535  # the third dimension of a grid
 LINE = 16  # bytes that are loaded at once
@@ -45,6 +47,8 @@ def common_width(spec: Spec, inputs: list[Tensor]) -> int:
     parts cannot be read as they lie: they must agree on D for all."""
     width, heads = 0, {part.shape[3] for part in parts_of(spec, inputs)}
     for given, tensors in grouped(spec, inputs):
+        if given.pieces:
+            width = math.gcd(width, widest_tile(given.pieces, tensors))
         for part, columns in zip(tensors, given.parts, strict=False):
             usable = len(heads) == 1 and part.stride(3) == 1 and part.shape[:2] == tensors[0].shape[:2]
             width = math.gcd(width, columns, part.shape[3]) if usable else 1
@@ -56,22 +60,41 @@ def parts_of(spec: Spec, inputs: list[Tensor]) -> list[Tensor]:
     return [part for given, tensors in grouped(spec, inputs) if given.parts for part in tensors]
 
 
+def _by_heads(spec: Spec, inputs: list[Tensor]) -> list[Tensor]:
+    """All tensors [A, S, G, D], of inputs in parts and in pieces; A, S and G of the latter may be 1."""
+    return [x for given, tensors in grouped(spec, inputs) if given.parts or given.pieces for x in tensors]
+
+
 def folding(spec: Spec, inputs: list[Tensor], tile_rows: int, flat: bool) -> tuple[dict[str, int | bool], int]:
     """What the kernels find rows and columns of parts by, as constants: see ``corner``, ``part_at`` and ``read_part``.
     And the third dimension of their grid."""
-    parts = parts_of(spec, inputs)
-    if not parts:
+    by_heads = _by_heads(spec, inputs)
+    if not by_heads:
         return {"WHOLE": False, "ALIGNED": False, "HEAD": 0, "HEADS": False}, 1
     widths = {width for given in spec.inputs for width in given.parts}
-    turns, length, _, head = parts[0].shape
-    alike = all(part.shape[:2] == parts[0].shape[:2] for part in parts)
-    whole = alike and not flat and turns <= MOST_TURNS and (turns == 1 or length % tile_rows == 0)
-    aligned = all(address_of(part) % LINE == 0 and all(n % LINE == 0 for n in part.stride()[:3]) for part in parts)
-    constants = {"WHOLE": whole, "ALIGNED": aligned, "HEAD": head, "HEADS": widths == {head}}
+    head = next((part.shape[3] for part in parts_of(spec, inputs)), 0)
+    rows, _ = extent(spec, inputs)
+    folds = {rows_of(x, rows) for x in by_heads if x.shape[0] * x.shape[1] != 1}
+    turns, length = min(folds, default=(1, rows))
+    whole = len(folds) <= 1 and not flat and turns <= MOST_TURNS and (turns == 1 or length % tile_rows == 0)
+    constants = {"WHOLE": whole, "ALIGNED": all(map(_is_aligned, by_heads)), "HEAD": head, "HEADS": widths == {head}}
     return constants, turns if whole else 1
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Does each row of each head start on a multiple of 16 bytes? Strides over a single index are no matter."""
+    return address_of(x) % LINE == 0 and all(
+        n % LINE == 0 for size, n in zip(x.shape[:3], x.stride(), strict=False) if size != 1
+    )
 
 
 def with_parts_joined(spec: Spec, inputs: list[Tensor]) -> tuple[Spec, list[Tensor]]:
     """The same producer, of whole matrices."""
-    whole = tuple(dataclasses.replace(given, parts=()) for given in spec.inputs)
-    return dataclasses.replace(spec, inputs=whole), [joined(*each) for each in grouped(spec, inputs)]
+    found = grouped(spec, inputs)
+    whole = [given if given.span else Input(given.dtype, _joined_place(given)) for given, _ in found]
+    made = [joined(*each, *extent(spec, inputs)) for each in found if not each[0].span]
+    return dataclasses.replace(spec, inputs=tuple(whole)), made
+
+
+def _joined_place(given: Input) -> Place:
+    return Place.FULL if given.pieces else given.place

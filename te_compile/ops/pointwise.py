@@ -15,7 +15,8 @@ another matrix of the same size, which then is all else that leaves.
 A whole matrix may come in parts, which lie beside each other in it again and again: ``x0: bfloat16[M, K of 128 + 128]``
 has 128 columns of the first tensor, then 128 of the second, the next 128 of the first and so on. Each part is given as
 [A, S, G, D] with any strides, M = A · S rows of G · D columns: the layout of heads, so that the gradients of q, k and v
-need be neither transposed nor joined before they are quantised.
+need be neither transposed nor joined before they are quantised. Columns may also be moved within a head, and some
+tensors are the same for every head: te_compile.ops.pieces has the text and the meaning of that.
 
 Numerics: a value is a number in fp32 or a truth, whatever dtype the graph gave it. It is rounded only where the spec
 says so by ``float16(…)`` or ``bfloat16(…)``, which stand for the graph's explicit casts and for the final rounding of
@@ -33,13 +34,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from te_compile.ops.pieces import Piece, Span, assembled, parsed_pieces, period_of, tensors_of, wrong_pieces
+
 Constant = float | int
 Operand = str | Constant  # the name of a value, or a number
+Given = TypeVar("Given")
 
 NUMBER, TRUTH = "number", "truth"
 ROUNDINGS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -57,6 +61,8 @@ class Place(Enum):
     ROW = "K"
     COLUMN = "M, 1"
     SCALAR = ""
+    HEAD = "M, D"
+    SPAN = "columns"
 
 
 @dataclass(frozen=True)
@@ -130,20 +136,27 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Input:
-    """What the producer reads; the i-th one is called ``x{i}``. ``parts``: the widths of its parts, if it has any."""
+    """What the producer reads; the i-th one is called ``x{i}``. ``parts``: the widths of its parts, if it has any.
+    ``pieces``: where the columns of a head come from, if they are moved; ``span``: in which columns it is true, if it
+    is about columns alone and no tensor is read."""
 
     dtype: torch.dtype
     place: Place
     parts: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    span: Span | None = None
 
     @property
-    def tensors(self) -> int:
-        """How many tensors it is given as."""
-        return max(1, len(self.parts))
+    def own(self) -> int:
+        """How many tensors it is given as, if not in pieces: their tensors are the spec's."""
+        return 0 if self.span or self.pieces else max(1, len(self.parts))
 
     def text(self) -> str:
         """Dtype and shape."""
-        of = f" of {' + '.join(map(str, self.parts))}" if self.parts else ""
+        if self.span:
+            return f"bool[{self.span.text()}]"
+        of = " + ".join([*map(str, self.parts), *(piece.text() for piece in self.pieces)])
+        of = f" of {of}" if of else ""
         return f"{dtype_name(self.dtype)}[{self.place.value}{of}]"
 
 
@@ -180,6 +193,27 @@ class Spec:
         return (self.quantized, self.second) if self.second else (self.quantized,)
 
     @property
+    def tensors(self) -> int:
+        """How many tensors its inputs are given as."""
+        return sum(given.own for given in self.inputs) + len(self.tensors_in_pieces)
+
+    @property
+    def tensors_in_pieces(self) -> tuple[int, ...]:
+        """The numbers of all tensors that come in pieces, in order."""
+        return tuple(tensors_of([piece for given in self.inputs for piece in given.pieces]))
+
+    @property
+    def matrices(self) -> int:
+        """How many whole matrices are read; one that is read at several columns of its heads is one."""
+        known: set[int] = set()
+        count = 0
+        for given in self.inputs:
+            tensors = set(tensors_of(given.pieces))
+            count += given.place is Place.FULL and not (tensors and tensors <= known)
+            known |= tensors
+        return count
+
+    @property
     def leaving(self) -> tuple[str, ...]:
         """What leaves the producer in any form, each value once."""
         return tuple(dict.fromkeys([*self.roots, *(result.value for result in (*self.emitted, *self.sums))]))
@@ -189,7 +223,7 @@ class Spec:
         builder = SpecBuilder()
         names: dict[Operand, Operand] = {}
         for i, given in enumerate(self.inputs):
-            names[f"x{i}"] = builder.input(given.dtype, given.place, given.parts)
+            names[f"x{i}"] = builder.again(given)
         wanted = {self.roots[index]}
         for i, step in reversed(list(enumerate(self.steps))):
             if f"t{i}" in wanted:
@@ -233,7 +267,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_INPUT = re.compile(r"x(\d+): (\w+)\[(.*?)(?: of (\d+(?: \+ \d+)*))?\]")
+_INPUT = re.compile(r"x(\d+): (\w+)\[(.*?)(?: of (.+))?\]")
+_SPAN = re.compile(r"x(\d+): bool\[columns (\d+):(\d+) of (\d+)\]")
+_PARTS = re.compile(r"\d+(?: \+ \d+)*")
 _STEP = re.compile(r"t(\d+) = (\w+)\((.*)\)")
 _QUANTIZE = re.compile(r"quantize ([xt]\d+)")
 _RESULT = re.compile(r"(emit|sum) ([xt]\d+): (\w+)")
@@ -246,9 +282,10 @@ def _parsed(text: str) -> Spec:
     results: dict[str, list[Result]] = {"emit": [], "sum": []}
     for statement in text.split("; "):
         try:
-            if match := _INPUT.fullmatch(statement):
-                parts = tuple(map(int, match[4].split(" + "))) if match[4] else ()
-                name: Operand = builder.input(DTYPES[match[2]], Place(match[3]), parts)
+            if match := _SPAN.fullmatch(statement):
+                _must_be(builder.span(Span(*map(int, match.groups()[1:]))), f"x{match[1]}")
+            elif match := _INPUT.fullmatch(statement):
+                name: Operand = builder.again(_input(*match.groups()[1:]))
                 _must_be(name, f"x{match[1]}")
             elif match := _STEP.fullmatch(statement):
                 name = builder.step(match[2], *map(_operand, match[3].split(", ")))
@@ -265,6 +302,14 @@ def _parsed(text: str) -> Spec:
         many = f"{len(quantized)} values; at most two are possible" if quantized else "nothing"
         raise SpecError(f"the spec {text!r} quantises {many}")
     return builder.finish(quantized[0], results["emit"], results["sum"], *quantized[1:])
+
+
+def _input(dtype: str, place: str, of: str | None) -> Input:
+    if of is None:
+        return Input(DTYPES[dtype], Place(place))
+    if _PARTS.fullmatch(of):
+        return Input(DTYPES[dtype], Place(place), tuple(map(int, of.split(" + "))))
+    return Input(DTYPES[dtype], Place(place), pieces=parsed_pieces(of))
 
 
 def _must_be(name: Operand, written: str) -> None:
@@ -285,18 +330,36 @@ class SpecBuilder:
 
     def __init__(self) -> None:
         self._inputs: list[Input] = []
+        self._tensors = 0  # how many come in pieces
         self._steps: dict[Step, str] = {}
         self._kind: dict[str, str] = {}  # name → NUMBER or TRUTH
         self._dtype: dict[str, torch.dtype] = {}  # name → a dtype that holds the value exactly, if narrower than fp32
 
     def input(self, dtype: torch.dtype, place: Place, parts: tuple[int, ...] = ()) -> str:
         """A new input's name."""
-        if parts and (place is not Place.FULL or min(parts) < 1):
+        return self.again(Input(dtype, place, parts))
+
+    def span(self, span: Span) -> str:
+        """The name of what is true in the columns of ``span``; equal ones are one."""
+        given = Input(torch.bool, Place.SPAN, span=span)
+        return f"x{self._inputs.index(given)}" if given in self._inputs else self.again(given)
+
+    def again(self, given: Input) -> str:
+        """A new input's name, which is like ``given``."""
+        if given.parts and (given.place is not Place.FULL or min(given.parts) < 1):
             raise SpecError("parts are what whole matrices have, of one column or more")
+        if (given.place in (Place.HEAD, Place.SPAN)) > bool(given.pieces or given.span):
+            raise SpecError("what varies within heads says how wide they are")
+        wrong = wrong_pieces(given.pieces, self._tensors) if given.pieces else ""
+        if wrong or (given.pieces and given.place not in (Place.FULL, Place.HEAD)):
+            raise SpecError(wrong or "pieces are what whole matrices have, and what is the same for every head")
+        if given.span and not 0 <= given.span.start < given.span.stop <= given.span.period:
+            raise SpecError("a span begins before it ends, within its period")
         name = f"x{len(self._inputs)}"
-        self._inputs.append(Input(dtype, place, parts))
-        self._kind[name] = TRUTH if dtype == torch.bool else NUMBER
-        self._dtype[name] = dtype
+        self._inputs.append(given)
+        self._tensors = max([self._tensors, *(tensor + 1 for tensor in tensors_of(given.pieces))])
+        self._kind[name] = TRUTH if given.dtype == torch.bool else NUMBER
+        self._dtype[name] = given.dtype
         return name
 
     def step(self, operation: str, *operands: Operand) -> str:
@@ -353,14 +416,17 @@ class SpecBuilder:
         return self.step("number", operand) if kind == NUMBER else self.step("ne", operand, 0)
 
 
-def grouped(spec: Spec, tensors: Sequence[Tensor]) -> list[tuple[Input, Sequence[Tensor]]]:
-    """Each input with the tensors that it is given as."""
-    if len(tensors) != sum(given.tensors for given in spec.inputs):
+def grouped(spec: Spec, tensors: Sequence[Given]) -> list[tuple[Input, list[Given]]]:
+    """Each input with the tensors, or nodes, that it is given as."""
+    if len(tensors) != spec.tensors:
         raise SpecError(f"{len(tensors)} tensors for the inputs of {spec.text()!r}")
-    found, start = [], 0
+    found, rest = [], iter(tensors)
+    named: dict[int, Given] = {}
     for given in spec.inputs:
-        found.append((given, tensors[start : start + given.tensors]))
-        start += given.tensors
+        of_pieces = tensors_of(given.pieces)
+        named.update({tensor: next(rest) for tensor in of_pieces if tensor not in named})
+        own = [next(rest) for _ in range(given.own)]
+        found.append((given, [named[tensor] for tensor in of_pieces] if given.pieces else own))
     return found
 
 
@@ -368,7 +434,11 @@ def extent(spec: Spec, inputs: list[Tensor]) -> tuple[Any, Any]:
     """M and K (ints, or symbols while tracing), from whichever inputs carry them."""
     rows = columns = None
     for given, tensors in grouped(spec, inputs):
+        if not tensors or given.place is Place.HEAD:
+            continue
         shape = tensors[0].shape
+        if given.pieces:
+            return shape[0] * shape[1], shape[2] * period_of(given.pieces)
         if given.parts:
             return shape[0] * shape[1], sum(part.shape[2] * part.shape[3] for part in tensors)
         if given.place is Place.FULL:
@@ -382,13 +452,22 @@ def extent(spec: Spec, inputs: list[Tensor]) -> tuple[Any, Any]:
     return rows, columns
 
 
-def joined(given: Input, tensors: Sequence[Tensor]) -> Tensor:
-    """An input as the spec sees it: the tensor itself, or the matrix that its parts make."""
+def joined(given: Input, tensors: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    """An input as the spec sees it: the tensor itself, or the matrix [rows, columns] that its parts or pieces make.
+
+    A span is none of tensors, and has no place here.
+    """
+    if given.pieces:
+        return assembled(given.pieces, tensors, rows, columns)
     if not given.parts:
         return tensors[0]
-    rows = tensors[0].shape[0] * tensors[0].shape[1]
     parts = (part.reshape(rows, -1, width) for part, width in zip(tensors, given.parts, strict=True))
     return torch.cat(tuple(parts), -1).reshape(rows, -1)
+
+
+def _true_in(span: Span, columns: int, device: torch.device) -> Tensor:
+    within = torch.arange(columns, device=device) % span.period
+    return (within >= span.start) & (within < span.stop)
 
 
 def _value(operand: Operand, values: dict[str, Tensor], device: torch.device) -> Tensor:
@@ -401,8 +480,10 @@ def evaluate(spec: Spec, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor], li
     """The meaning of a spec: z as fp32 [M, K], what is emitted [M, K] and what is summed [K], in their own dtypes."""
     shape = extent(spec, inputs)
     device = inputs[0].device
-    whole_inputs = (joined(*each) for each in grouped(spec, inputs))
-    values = {f"x{i}": x if x.dtype == torch.bool else x.float() for i, x in enumerate(whole_inputs)}
+    values: dict[str, Tensor] = {}
+    for i, (given, tensors) in enumerate(grouped(spec, inputs)):
+        x = _true_in(given.span, shape[1], device) if given.span else joined(given, tensors, *shape)
+        values[f"x{i}"] = x if x.dtype == torch.bool else x.float()
     for i, step in enumerate(spec.steps):
         operands = (_value(operand, values, device) for operand in step.operands)
         values[f"t{i}"] = OPERATIONS[step.operation].torch(*operands)

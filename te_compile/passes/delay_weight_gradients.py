@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from te_compile.passes.arguments import arguments_of, is_te, result
-from te_compile.passes.closures import behind_views
+from te_compile.passes.index_space import behind_views
 from te_compile.passes.prune_outputs import layouts_of
 from te_compile.passes.remake_transposed import is_in_backward, matrices_read_by, remake
 

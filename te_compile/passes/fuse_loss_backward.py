@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from te_compile.passes.arguments import arguments_of, set_arguments
-from te_compile.passes.closures import as_matrix
+from te_compile.passes.index_space import as_matrix
 from te_compile.passes.new_nodes import reshaped, same_phase
 from te_compile.passes.pointwise_nodes import CASTS, tensor_arguments, value_of
 from te_compile.passes.sizes import same

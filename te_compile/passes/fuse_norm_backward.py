@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from te_compile.passes.arguments import arguments_of, is_te, result, set_arguments
-from te_compile.passes.closures import as_matrix
+from te_compile.passes.index_space import as_matrix
 from te_compile.passes.new_nodes import reshaped, same_phase
 from te_compile.passes.pointwise_nodes import value_of
 from te_compile.passes.sizes import same

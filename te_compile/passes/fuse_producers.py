@@ -26,7 +26,9 @@ from torch.fx import Graph, Node
 from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
 from te_compile.ops.pointwise import Place
 from te_compile.ops.quantize import QUANTIZE
-from te_compile.passes.closures import Closure, IndexSpace, Item, Leaf, behind_views, find_closure
+from te_compile.passes.closures import Closure, Leaf, find_closure
+from te_compile.passes.column_shifts import is_move
+from te_compile.passes.index_space import IndexSpace, Item, behind_views
 from te_compile.passes.new_nodes import call_like, reshaped, same_phase
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 
@@ -148,7 +150,7 @@ def _erase_dead(nodes: set[Node]) -> None:
     while nodes:
         node = max(nodes)
         nodes.discard(node)
-        if not node.users and (is_pointwise(node) or node.target is aten.cat.default):
+        if not node.users and (is_pointwise(node) or is_move(node)):
             nodes.update(node.all_input_nodes)
             node.graph.erase_node(node)
 
@@ -158,8 +160,24 @@ def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
     if leaf.shape is not None:  # a view, but no demand for one: an operator may lay out its result as nobody foretold
         shape = [size if isinstance(size, int) else -1 for size in leaf.shape]
         return call_like(aten.reshape.default, (leaf.node, shape), quantize)
+    if leaf.dims is not None:
+        return _by_heads(leaf.node, leaf.dims, quantize)
     wanted = {Place.FULL: [-1, columns], Place.ROW: [-1], Place.COLUMN: [-1, 1], Place.SCALAR: []}[leaf.place]
     node, value = leaf.node, leaf.node.meta["val"]
     if leaf.place is not Place.FULL and not value.is_contiguous():
         node = call_like(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
     return reshaped(node, wanted, quantize)
+
+
+def _by_heads(node: Node, dims: tuple[int | None, ...], quantize: Node) -> Node:
+    """A view of ``node`` as [A, S, G, D], which its dimensions ``dims`` are; 1 for those that it does not have."""
+    has = [dim for dim in dims if dim is not None]
+    others = [dim for dim in range(node.meta["val"].dim()) if dim not in has]
+    if [*others, *has] != list(range(len(has) + len(others))):
+        node = call_like(aten.permute.default, (node, [*others, *has]), quantize)
+    for _ in others:
+        node = call_like(aten.squeeze.dim, (node, 0), quantize)
+    for position, dim in enumerate(dims):
+        if dim is None:
+            node = call_like(aten.unsqueeze.default, (node, position), quantize)
+    return node

@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 
 from te_compile.ops.fused_quantize import FUSED_QUANTIZE
 from te_compile.ops.fused_quantize_pair import FUSED_QUANTIZE_PAIR, RESULTS_OF_ONE
-from te_compile.ops.pointwise import Input, Operand, Place, Spec, SpecBuilder
+from te_compile.ops.pointwise import Input, Operand, Place, Spec, SpecBuilder, grouped
 from te_compile.passes.arguments import arguments_of
-from te_compile.passes.closures import behind_views
+from te_compile.passes.index_space import behind_views
 from te_compile.passes.new_nodes import call_like, same_phase
 from te_compile.passes.sizes import same
 
@@ -79,16 +79,12 @@ def pair_producers(graph: Graph) -> int:
 
 
 def _producer(node: Node) -> Producer | None:
-    """``node`` as one that may have a partner: nothing leaves it but codes."""
+    """``node`` as one that may have a partner: nothing leaves it but codes, and it reads nothing in pieces."""
     spec = Spec.parse(arguments_of(node)["spec"])
-    if spec.emitted or spec.sums:
+    if spec.emitted or spec.sums or spec.tensors_in_pieces:
         return None
     inputs: Any = node.args[0]
-    reads, start = [], 0
-    for given in spec.inputs:
-        reads.append((given, tuple(inputs[start : start + given.tensors])))
-        start += given.tensors
-    return Producer(node, spec, tuple(reads))
+    return Producer(node, spec, tuple((given, tuple(nodes)) for given, nodes in grouped(spec, inputs)))
 
 
 def _belong_together(one: Producer, other: Producer) -> bool:
@@ -166,7 +162,7 @@ def _merged(one: Producer, other: Producer) -> tuple[Spec, list[Read]] | None:
         for index, read in enumerate(producer.reads):
             key = producer.known_as(read)
             if key not in inputs:
-                inputs[key] = builder.input(read[0].dtype, read[0].place, read[0].parts)
+                inputs[key] = builder.again(read[0])
                 reads.append(read)
             names[f"x{index}"] = inputs[key]
         for index, step in enumerate(producer.spec.steps):

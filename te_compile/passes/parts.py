@@ -54,7 +54,7 @@ def parts_of(node: Node, rows: Any, columns: int) -> Parts | None:
     for source in sources:
         width = _shape(source)[dimension] * after
         part = _one_part(source, rows, columns // (shape[dimension] * after) * width) if width else None
-        if part is None or not _is_long(math.gcd(width, part.shapes[0][3])) or not _alike(part.nodes[0], node):
+        if part is None or not is_long(math.gcd(width, part.shapes[0][3])) or not _alike(part.nodes[0], node):
             return None
         found.append(part)
         widths.append(width)
@@ -110,13 +110,13 @@ def as_heads(value: Tensor | None, rows: Any, columns: int) -> tuple[Any, ...] |
     if cut is None:
         return None
     left, right = _two(shape[:cut], strides[:cut]), _two(shape[cut:], strides[cut:])
-    if left is None or right is None or not same(right[1][1], 1) or not _is_long(right[0][1]):
+    if left is None or right is None or not same(right[1][1], 1) or not is_long(right[0][1]):
         return None
     symbols = [size for size in left[0] if not isinstance(size, int)]
     return (*left[0], *right[0]) if len(symbols) <= 1 else None  # a view can find out one size, no more
 
 
-def _is_long(run: Any) -> bool:
+def is_long(run: Any) -> bool:
     """Is a run of so many columns made of tiles that are wide enough?"""
     return isinstance(run, int) and run & -run >= NARROWEST
 

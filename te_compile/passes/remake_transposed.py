@@ -21,7 +21,7 @@ from torch._functorch.partitioners import must_recompute
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from te_compile.ops.pointwise import Place, Spec
+from te_compile.ops.pointwise import Place, Spec, grouped
 from te_compile.passes.arguments import arguments_of, is_te, ordered_arguments, result
 from te_compile.passes.new_nodes import call_like
 from te_compile.passes.prune_outputs import layouts_of
@@ -58,11 +58,8 @@ def matrices_read_by(producer: Node) -> list[Node]:
     if "spec" not in arguments:
         return [arguments["x"]]
     found: list[Node] = []
-    start = 0
-    for given in Spec.parse(arguments["spec"]).inputs:
-        tensors = arguments["inputs"][start : start + given.tensors]
+    for given, tensors in grouped(Spec.parse(arguments["spec"]), arguments["inputs"]):
         found += tensors if given.place is Place.FULL else []
-        start += given.tensors
     return found
 
 

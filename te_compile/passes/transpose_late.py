@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from te_compile.ops.pointwise import Place, Spec
+from te_compile.ops.pointwise import Spec
 from te_compile.ops.quantize import padded
 from te_compile.passes.arguments import arguments_of, is_te, result
 from te_compile.passes.new_nodes import call_like
@@ -40,7 +40,7 @@ def transpose_late(graph: Graph) -> int:
 
 
 def _matrices(producer: Node) -> int:
-    return sum(given.place is Place.FULL for given in Spec.parse(arguments_of(producer)["spec"]).inputs)
+    return Spec.parse(arguments_of(producer)["spec"]).matrices
 
 
 def _transpose(producer: Node, rowwise: int, columnwise: int) -> int:

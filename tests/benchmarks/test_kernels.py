@@ -51,6 +51,18 @@ def test_the_backward_of_gelu_is_that_of_torch() -> None:
     torch.testing.assert_close(z.float(), wanted, rtol=1e-2, atol=1e-2)
 
 
+def test_the_backward_of_a_rotation_is_that_of_autograd() -> None:
+    from te_compile.ops.pointwise import Spec, evaluate
+
+    dy, sin, cos = (torch.randn(shape).bfloat16() for shape in ((2, 8, 3, 128), (1, 8, 1, 128), (1, 8, 1, 128)))
+    q = torch.randn(2, 8, 3, 128, requires_grad=True)
+    low, high = q.chunk(2, dim=3)
+    rotated = q * cos.float() + torch.cat([-high, low], dim=3) * sin.float()
+    (wanted,) = torch.autograd.grad(rotated, q, dy.float())
+    z, _, _ = evaluate(Spec.parse(kernels.rotation_backward(128)), [dy, sin, cos])
+    torch.testing.assert_close(z.float().view(wanted.shape), wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_shares_are_of_the_copy_and_of_the_largest_product() -> None:
     moving = Row("copying", "1", 4_000_000, lambda tile, turn: None, lambda got: True)
     multiplying = Row("product", "1", 1, lambda tile, turn: None, lambda got: True, flops=1e8)

@@ -130,6 +130,25 @@ def test_an_erf_of_any_multiple_is_that(factor: float) -> None:
     assert_the_same_over_the_reals(text)
 
 
+def test_halves_that_are_added_up_are_one_choice() -> None:
+    for halves in ("add(t1, t2)", "add(t2, t1)"):
+        text = (
+            "x0: float32[M, K]; x1: float32[M, K]; t0 = lt(x0, x1); "
+            f"t1 = where(t0, 0.0, x0); t2 = where(t0, x1, 0.0); t3 = {halves}; t4 = mul(t3, x0); quantize t4"
+        )
+        assert operations(text) == ["add", "lt", "mul", "where"]
+        assert_the_same_over_the_reals(text)
+
+
+def test_choices_by_two_truths_stay_two() -> None:
+    text = (
+        "x0: float32[M, K]; x1: float32[M, K]; t0 = lt(x0, x1); t1 = lt(x1, x0); "
+        "t2 = where(t0, 0.0, x0); t3 = where(t1, x1, 0.0); t4 = add(t2, t3); quantize t4"
+    )
+    assert operations(text) == ["add", "lt", "lt", "where", "where"]
+    assert_the_same_over_the_reals(text)
+
+
 def test_two_gradients_share_one_logistic_function() -> None:
     assert operations(SWIGLU_BACKWARD).count("logistic") == 1
     assert_the_same_over_the_reals(SWIGLU_BACKWARD)
