@@ -61,6 +61,7 @@ CASES = (
     # The model's products are cuBLASLt's, which racecheck does not bear.
     Case("weight_refresh", "tests/kernels/test_weight_refresh.py", "not a_model_reads"),
     Case("pointwise", "tests/kernels/test_pointwise.py"),
+    Case("pointwise_pieces", "tests/kernels/test_pointwise_pieces.py"),
     Case("scale_update", "tests/kernels/test_scale_update.py"),
     Case("grouped_gemm", "tests/kernels/test_grouped_gemm.py"),
     Case("fp8_attention", "tests/kernels/test_fp8_attention.py"),
