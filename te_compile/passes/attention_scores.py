@@ -25,6 +25,9 @@ from te_compile.passes.drop_noop_casts import is_cast
 HIDDEN = -1e4
 """What is at most this is a score that hides: e^x of it is zero beside any score that is not."""
 
+HIDES_A_ROW = HIDDEN / 2
+"""A row of masks that is nowhere above this hides all its keys; the half, for -1e4 in bfloat16 is -9984."""
+
 SWALLOWS = -1e30
 """A number that is at most this leaves nothing of a score that it is added to."""
 
@@ -58,11 +61,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class Addend:
-    """Scores plus (or minus) a tensor. ``dimensions``: how many the scores have where it is added."""
+    """Scores plus (or minus) a tensor. ``dimensions``: how many the scores have where it is added; ``dtype``: of the
+    sum."""
 
     tensor: Node
     negative: bool
     dimensions: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -128,24 +133,38 @@ def _inputs(tensor: Node) -> list[Any]:
     return [*tensor.args, *tensor.kwargs.values()]
 
 
-def may_hide(tensor: Node) -> bool:
-    """Can ``tensor``, added to scores, hide any? Not if it is made of parameters, products and small numbers alone."""
+def _behind(tensor: Node) -> Iterator[Node]:
+    """``tensor`` and what it is made from, but for what hides nothing whatever it is made from."""
     waiting, seen = [tensor], {tensor}
     while waiting:
         node = waiting.pop()
-        value = value_of(node)
         if node.target in _ENDS:
             continue
-        if node.op == "placeholder":
-            if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
-                return True
-            continue
-        if any(isinstance(each, float) and abs(each) >= -HIDDEN for each in _inputs(node)):
-            return True
+        yield node
         new = [each for each in node.all_input_nodes if each not in seen]
         seen.update(new)
         waiting.extend(new)
-    return False
+
+
+def numbers_behind(tensor: Node) -> Iterator[float]:
+    """The numbers that ``tensor`` is made from and that, added to scores, could hide them. Whole ones that are positive
+    are sizes and positions."""
+    for node in _behind(tensor):
+        for each in _inputs(node) if node.op != "placeholder" else ():
+            if isinstance(each, float) and abs(each) >= -HIDDEN:
+                yield each
+            elif isinstance(each, int) and each <= HIDDEN:
+                yield float(each)
+
+
+def may_hide(tensor: Node) -> bool:
+    """Can ``tensor``, added to scores, hide any? Not if it is made of parameters, products and small numbers alone."""
+    for node in _behind(tensor):
+        value = value_of(node)
+        is_given = node.op == "placeholder" and isinstance(value, Tensor)
+        if is_given and value.is_floating_point() and not value.requires_grad:
+            return True
+    return any(True for _ in numbers_behind(tensor))
 
 
 def is_zero_or_hidden(tensor: Any) -> bool:
@@ -191,7 +210,7 @@ def _addend(node: Node) -> Iterator[tuple[Node, Step | None]]:
     negative = node.target in _DIFFERENCES
     for scores, tensor in (node.args,) if negative or writes(node) else (node.args, node.args[::-1]):
         if _is_scores(scores, node) and is_tensor(tensor) and tensor is not scores:
-            yield scores, Addend(tensor, negative, value_of(node).dim())
+            yield scores, Addend(tensor, negative, value_of(node).dim(), value_of(node).dtype)
 
 
 def _fill(node: Node) -> Iterator[tuple[Node, Step | None]]:
@@ -236,7 +255,8 @@ def scores_behind(node: Any) -> Scores:
         raise NotAttentionError(_NO_SCORES)
     for product in contractions_of(node):
         if product.result == tuple(range(len(product.result))):
-            addend = [] if product.addend is None else [Addend(product.addend, False, value_of(node).dim())]
+            value = value_of(node)
+            addend = [] if product.addend is None else [Addend(product.addend, False, value.dim(), value.dtype)]
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
         raise NotAttentionError(_NO_SCORES)

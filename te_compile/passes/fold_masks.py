@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.nn import Parameter
 
-from te_compile.passes.attention_scores import HIDDEN, SWALLOWS, most_that_swallows
+from te_compile.passes.attention_scores import HIDDEN, HIDES_A_ROW, most_that_swallows
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.names import input_name
@@ -192,7 +192,7 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
         value = evaluated(mask, Constants(changes=changes))
     except _NotConstantError:
         return proven_meaning(mask, changes=changes) is not None
-    return isinstance(value, Tensor) and bool((value.amax(-1) > SWALLOWS).all())
+    return isinstance(value, Tensor) and bool((value.amax(-1) > HIDES_A_ROW).all())
 
 
 def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> str | None:
@@ -255,10 +255,13 @@ _UNPROVEN = "the graph proves neither that it is causal nor that it is all true;
 
 def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
     """(mask, query) without the care that ``recognise_attention`` takes of rows that the mask may hide entirely."""
-    is_guarded = isinstance(mask, Node) and mask.target is torch.where and isinstance(query, Node)
-    if is_guarded and query.target == "masked_fill" and query.args[1:] == (mask.args[0], 0.0):
-        return mask.args[2], query.args[0]
-    return mask, query
+    if not (isinstance(mask, Node) and mask.target is torch.where and isinstance(query, Node)):
+        return mask, query
+    rows, forgotten = mask.args[0], query.args[1] if query.target == "masked_fill" else None
+    if not isinstance(forgotten, Node) or not isinstance(rows, Node) or query.args[2] != 0.0:
+        return mask, query
+    is_of_same_rows = rows.target is forgotten.target is operator.le and rows.args[0] is forgotten.args[0]
+    return (mask.args[2], query.args[0]) if is_of_same_rows else (mask, query)
 
 
 def _fold(region: Region, node: Node, known: Constants) -> bool:

@@ -9,16 +9,15 @@ run in FP8; the fused kernels never store it. The rewrite is for attention that 
 through a tanh, weights that somebody else reads, a factor for each head after softmax: all of it stays, with the reason
 as ``meta[STAYS]`` on the softmax.
 
-A row that a mask hides entirely needs care. Adding the smallest number swallows its scores, so that it looks everywhere
-alike, where a bool mask would give zeros; and what a fused kernel keeps of such a row for backward is swallowed too. So
-what was added stays added, and in such a row the mask is shifted up to zero and the query is set to zero: the same
-uniform weights, and the gradients of what is computed. (Autograd would send queries and keys gradients of scores that
-have no influence there; they get none.) A mask that provably hides no row is used as it is.
+What was added to scores stays added, and where scores were overwritten a number that hides is added. A row that a mask
+hides entirely needs care (``hidden_rows``): there the mask is shifted up to zero, and where the model forgets the
+scores of such a row, the query is set to zero. The weights and the gradients are those of what is computed. (Autograd
+does not see that an addition rounded the scores away, and would send queries and keys gradients; they get none.) A mask
+that provably hides no row is used as it is.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +29,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.attention_scores import (
+    HIDES_A_ROW,
     SCORES_ARE_READ,
-    SWALLOWS,
     Addend,
     Factor,
     Fill,
@@ -49,6 +48,7 @@ from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import hides_no_row
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.hidden_rows import forgets_its_scores, hides, number_to_fill_with
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer
 
@@ -292,9 +292,8 @@ class _Rewriter:
         hidden = self.write.call(operator.invert, where) if step.inverted else where
         if bias is None:
             bias = self.write.call(torch.zeros_like, hidden, dtype=self.dtype)
-        # A number that hides becomes the one that swallows any score it is added to.
-        value = step.value if step.value == -math.inf else torch.finfo(self.dtype).min
-        return self.write.method("masked_fill", bias, hidden, value)
+        number = number_to_fill_with(step, self.found.scores.steps, self.dtype)
+        return self.write.method("masked_fill", bias, hidden, number)
 
     def attention(self) -> Node:
         """The new attention, [B, H, Q, V]."""
@@ -311,12 +310,11 @@ class _Rewriter:
                     query = self._scaled(query, step)
                 else:
                     scale = scale / step.by if step.divides else scale * step.by
-            hides = isinstance(step, Fill) or (isinstance(step, Addend) and may_hide(step.tensor))
-            is_same = hiding is bias
+            is_same, is_hiding = hiding is bias, isinstance(step, Factor) or hides(step)
             bias = self._stepped(bias, step)
-            if is_same and (hides or isinstance(step, Factor)):
+            if is_same and is_hiding:
                 hiding = bias
-            elif hides or isinstance(step, Factor):
+            elif is_hiding:
                 hiding = self._stepped(hiding, step)
         if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
@@ -338,12 +336,15 @@ class _Rewriter:
         return None if bias is None else self._scaled(bias, step)
 
     def _guarded(self, query: Node, bias: Node, hiding: Node) -> tuple[Node, Node]:
-        """Both for rows that ``hiding``, which is part of ``bias``, hides entirely: they look everywhere alike."""
-        peak = self.write.method("amax", hiding, -1, True)
-        rows = self.write.call(operator.le, peak, SWALLOWS)
+        """Both for rows that ``hiding``, which is part of ``bias``, hides entirely: the mask is shifted up to zero, and
+        where the model forgets the scores, so does the query."""
+        limit = forgets_its_scores(self.found.scores.steps, self.found.softmax)
+        peak = self.write.method("detach", self.write.method("amax", hiding, -1, True))  # softmax does not see it
+        rows = self.write.call(operator.le, peak, HIDES_A_ROW)
         shifted = self.write.call(operator.sub, bias, peak)
         guarded = self.write.call(torch.where, rows, shifted, bias)
-        return self.write.method("masked_fill", query, rows, 0.0), guarded
+        forgotten = rows if limit == HIDES_A_ROW else self.write.call(operator.le, peak, limit)
+        return self.write.method("masked_fill", query, forgotten, 0.0), guarded
 
 
 def _batch(found: _Found) -> tuple[Any, Any] | None:
@@ -387,7 +388,7 @@ def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
     except NotAttentionError:
         write.take_back()
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         write.take_back()
         why = str(error).partition("\n")[0]
         raise NotAttentionError(f"PyTorch refuses it as a fused call ({why}); nothing to do: it stays right") from error
