@@ -7,6 +7,7 @@ of tests/gpu and of these tests run on a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -42,6 +43,15 @@ def checked_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that reaches outside of its tensors fails, as it would under compute-sanitizer."""
     if triton.knobs.runtime.interpret:
         check_addresses(monkeypatch)
+
+
+@pytest.fixture
+def uninitialised_memory_is_poisoned() -> Iterator[None]:
+    """All fresh tensors hold NaN or the largest integer, PyTorch's own too, so an element that nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

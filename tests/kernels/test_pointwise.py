@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder
 from te_compile.recipe import ScaleRule
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_poisoned")
+
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 SMALL = Tile(32, 16, 4)  # several tiles even of small matrices: the interpreter is slow
 CAST = Spec.parse("x0: float32[M, K]; quantize x0")
@@ -25,15 +26,6 @@ EVERY_PLACE = Spec.parse(
     "t0 = add(x0, x2); t1 = mul(t0, x4); t2 = and(x1, x3); t3 = where(t2, t1, x5); t4 = bfloat16(t3); "
     "quantize t4; emit t4: bfloat16; emit t1: float32; sum t4: float32; sum t1: bfloat16"
 )
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN or the largest integer, so an element that nobody wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def inputs_of(spec: Spec, rows: int, columns: int, device: str) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,16 +17,9 @@ from te_compile.ops.pointwise import Place, Spec, grouped
 from te_compile.recipe import ScaleRule
 from tests.kernels.test_pointwise import assert_same
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_poisoned")
+
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN or the largest integer, so an element that nobody wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def rotation(width: int, rotated: int, dtype: str = "bfloat16") -> Spec:
