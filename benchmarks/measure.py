@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROUNDS = 4  # how often those that take turns do so
+ROUNDS, MOST_ROUNDS = 4, 16  # how often those that take turns do so; the more the sooner they are done
 ROUND_MS = 150 if DEVICE.type == "cuda" else 5  # how long a turn lasts, where one call takes less
+ROUNDS_SECONDS = 1.5 if DEVICE.type == "cuda" else 0.05  # after this no round begins beyond the first ROUNDS
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,15 @@ def median_ms(call: Callable[[], Any], iterations: int, warmup: int) -> float:
 def in_turns(calls: dict[str, Callable[[], Any]], most: int = 20) -> dict[str, float]:
     """Milliseconds of each of ``calls``: the best of a few medians, taken in turns, for clocks and hosts drift.
 
+    A step of a millisecond waits for the host, whose drift is larger than a GPU's: short calls get more turns.
     most: calls in a turn, which is shorter where that would last long.
     """
     best = dict.fromkeys(calls, math.inf)
     counts = dict.fromkeys(calls, 2)
-    for _ in range(ROUNDS):
+    until = time.monotonic() + ROUNDS_SECONDS
+    for turn in range(MOST_ROUNDS):
+        if turn >= ROUNDS and time.monotonic() > until:
+            break
         for name, call in calls.items():
             found = median_ms(call, counts[name], 1)
             best[name] = min(best[name], found)

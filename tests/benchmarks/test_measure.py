@@ -98,9 +98,19 @@ def test_turns_are_taken_and_the_best_median_counts(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(measure, "median_ms", median)
     monkeypatch.setattr(measure, "ROUND_MS", 8)
+    monkeypatch.setattr(measure, "ROUNDS_SECONDS", 0.0)
     found = measure.in_turns({"a": lambda: "a", "b": lambda: "b"}, most=5)
     assert found == {"a": 2.0, "b": 1.0}
     assert order == ["a2", "b2", "a2", "b5", "a4", "b2", "a2", "b2"]
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, measure.ROUNDS), (3600.0, measure.MOST_ROUNDS)])
+def test_what_is_soon_done_takes_more_turns(seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(measure, "median_ms", lambda call, iterations, warmup: taken.append(call()) or 1.0)
+    monkeypatch.setattr(measure, "ROUNDS_SECONDS", seconds)
+    measure.in_turns({"a": lambda: "a", "b": lambda: "b"})
+    assert taken == ["a", "b"] * rounds
 
 
 def makers_of_rows() -> list[str]:
