@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_compile.passes.attention_kernels import cudnn_version, takes_cudnn_first
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS, MOST_ROUNDS = 4, 16  # how often those that take turns do so; the more the sooner they are done
@@ -112,9 +114,15 @@ def chosen(variants: Iterable[Variant], only: str) -> list[Variant]:
 
 
 def describe_device(rows: Rows) -> None:
-    """One row that says what machine and which torch the others were measured on."""
+    """One row that says what the others were measured on: the machine, torch, and which attention PyTorch asks first.
+
+    The cuDNN that is loaded decides that: with an older one than PyTorch's own, which a peer may bring into the
+    process, torch.compile's attention is slower on some GPUs, and so is every baseline.
+    """
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    rows.write(what="device", name=name, torch=torch.__version__)
+    version = ".".join(map(str, cudnn_version()))
+    cudnn = {"cudnn": version, "cudnn_attention": takes_cudnn_first()} if version else {}
+    rows.write(what="device", name=name, torch=torch.__version__, **cudnn)
 
 
 def free_memory() -> None:

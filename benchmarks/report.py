@@ -97,10 +97,18 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def machine_of(row: Row) -> str:
+    """What a run was measured on, in words. Rows of older runs, and of machines without cuDNN, do not tell of it."""
+    text = f"{row['name']}, torch {row['torch']}"
+    if "cudnn" not in row:
+        return text
+    return f"{text}, cuDNN {row['cudnn']} ({'cuDNN' if row['cudnn_attention'] else 'flash'} attention by default)"
+
+
 def text_of(rows: Sequence[Row]) -> str:
     """All tables, the machine they were measured on, and what failed."""
     measured = [row for row in rows if "kernel" not in row and row.get("what") != "growth"]  # these have documents
-    machines = {f"{row['name']}, torch {row['torch']}" for row in rows if row.get("what") == "device"}
+    machines = {machine_of(row) for row in rows if row.get("what") == "device"}
     failed = [f"- {title_of(row)}, {row['name']}: {row['error']}" for row in measured if "error" in row]
     failed += [f"- {row['kernel']}, {row['by']}: {row['error']}" for row in rows if "error" in row and "kernel" in row]
     failed += [f"- {title_of(row)}, {row['name']}: {row['wrong']}" for row in rows if row.get("wrong")]

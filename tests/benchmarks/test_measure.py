@@ -113,6 +113,20 @@ def test_what_is_soon_done_takes_more_turns(seconds: float, rounds: int, monkeyp
     assert taken == ["a", "b"] * rounds
 
 
+@pytest.mark.parametrize(("version", "said"), [((), {}), ((9, 10, 2), {"cudnn": "9.10.2", "cudnn_attention": False})])
+def test_a_run_says_which_cudnn_it_had(
+    version: tuple[int, ...],
+    said: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(measure, "cudnn_version", lambda: version)
+    monkeypatch.setattr(measure, "takes_cudnn_first", lambda: False)
+    measure.describe_device(Rows())
+    row = json.loads(capsys.readouterr().out)
+    assert {name: row[name] for name in row if "cudnn" in name} == said and row["torch"] == torch.__version__
+
+
 def makers_of_rows() -> list[str]:
     texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(measure.__file__).parent.glob("*.py")}
     return sorted(name for name, text in texts.items() if "Rows(" in text and "def main(" in text)
