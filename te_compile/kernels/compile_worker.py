@@ -137,7 +137,7 @@ def _kernel(order: Order) -> Any:
     if module is None:
         try:
             module = importlib.import_module(order.module)
-        except ModuleNotFoundError:  # one that was written by kernels/pointwise.py
+        except ModuleNotFoundError:  # one that was written by kernels/pointwise_source.py
             module = load_from(order.module, order.file)
     return getattr(module, order.name)
 

@@ -1,6 +1,6 @@
 """What generated producers call: functions as accurate as fp32 in bulk needs, and how tiles of inputs are read.
 
-kernels/pointwise.py writes the producers and says how many instructions they can afford.
+pointwise_source.py writes the producers, and pointwise.py says how many instructions they can afford.
 """
 
 from __future__ import annotations

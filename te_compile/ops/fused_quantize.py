@@ -51,10 +51,10 @@ def check_triton(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"FP8 conversion needs compute capability 8.9, this device has {target.capability}")
     # Imported late: a machine without Triton runs the reference and need not have it.
     try:
-        from te_compile.kernels import pointwise
+        from te_compile.kernels.pointwise_source import FORMS
     except ImportError as error:
         raise Unsupported(f"Triton is not installed ({error})") from None
-    missing = {step.operation for step in Spec.parse(arguments["spec"]).steps} - pointwise.FORMS.keys()
+    missing = {step.operation for step in Spec.parse(arguments["spec"]).steps} - FORMS.keys()
     if missing:
         raise Unsupported(f"no Triton form of {', '.join(sorted(missing))}")
 

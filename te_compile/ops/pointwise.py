@@ -2,8 +2,8 @@
 
 A spec says how the matrix to be quantised, z [M, K], follows from tensors that exist anyway. It stands on the graph
 node as a string, so a graph dump shows it, caches hash it, the reference below evaluates it with torch and
-``te_compile.kernels.pointwise`` writes Triton code from it. One statement each for the inputs, for every operation, and
-for what is wanted of the results::
+``te_compile.kernels.pointwise_source`` writes Triton code from it. One statement each for the inputs, for every
+operation, and for what is wanted of the results::
 
     x0: bfloat16[M, K]; x1: bfloat16[K]; t0 = add(x0, x1); t1 = sigmoid(t0); t2 = mul(t0, t1); t3 = bfloat16(t2);
     quantize t3; emit t3: bfloat16; sum t3: float32

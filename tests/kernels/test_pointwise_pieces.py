@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from te_compile.kernels.pointwise_pieces import runs_of, widest_tile
 from te_compile.kernels.quantize import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.pieces import Piece
-from te_compile.ops.pointwise import Place, Spec, grouped
+from te_compile.ops.pointwise import Spec, grouped
 from te_compile.recipe import ScaleRule
 from tests.kernels.test_pointwise import assert_same
 
@@ -122,11 +120,3 @@ def test_a_tile_is_read_from_one_tensor() -> None:
     pieces = (Piece(None, 0, 32), Piece(0, 0, 64), Piece(0, 96, 32), Piece(1, 0, 64))
     assert runs_of(pieces) == [(0, 0), (128, 1)]
     assert widest_tile(pieces, [torch.empty(1, 1, 1, 128)] * 2) == 64
-
-
-def test_the_generated_file_says_where_columns_come_from() -> None:
-    text = pointwise.source(rotation(128, 128))
-    assert "x0: bfloat16[M, K of a[64:128] + a[0:64]]" in text
-    assert "columns_from(x0_column + tl.where(x0_place < 64, 64, -64), k, 64)" in text
-    place = random.choice([given.place for given in rotation(128, 128).inputs if given.place is not Place.FULL])
-    assert f"[{place.value}" in text
