@@ -46,7 +46,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch.utils._config_module import ConfigModule
 
-from te_compile.recipe import DelayedScaling, Recipe, RecipeError, callable_key, did_you_mean, resolve
+from te_compile.function_keys import callable_key
+from te_compile.recipe import DelayedScaling, Recipe, RecipeError, did_you_mean, resolve
 
 ENVIRONMENT_PREFIX = "TE_COMPILE_"
 # Variables with our prefix that are no options: where to dump graphs, how to build csrc/, how to time GEMMs.

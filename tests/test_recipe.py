@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -21,7 +20,6 @@ from te_compile.recipe import (
     Format,
     RecipeError,
     ScaleRule,
-    callable_key,
     recipe_of,
     remember,
     resolve,
@@ -389,47 +387,3 @@ def test_a_recipe_with_functions_is_found_once_it_was_resolved() -> None:
 def test_remember_returns_the_key_it_can_be_found_by() -> None:
     recipe = DelayedScaling(margin=random.randint(-50, 50))
     assert recipe_of(remember(recipe)) == recipe
-
-
-GLOBAL_FACTOR = 2.0
-
-
-def scaled_by_global(history: torch.Tensor) -> torch.Tensor:
-    return history.amax(0) * GLOBAL_FACTOR
-
-
-def test_a_changed_formula_changes_the_key_wherever_the_change_hides(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_closure(factor: float) -> object:
-        return lambda history: history.amax(0) * factor
-
-    def with_default(factor: float) -> object:
-        return lambda history, factor=factor: history.amax(0) * factor
-
-    for make in (with_closure, with_default, functools.partial(functools.partial, torch.mul)):
-        assert callable_key(make(2.0)) == callable_key(make(2.0))
-        assert callable_key(make(2.0)) != callable_key(make(3.0))
-    before = callable_key(scaled_by_global)
-    assert before.startswith(f"{__name__}.scaled_by_global#")
-    monkeypatch.setitem(scaled_by_global.__globals__, "GLOBAL_FACTOR", 3.0)
-    assert callable_key(scaled_by_global) != before
-    assert callable_key(lambda h: h.amax(0)) != callable_key(lambda h: h.amin(0))
-    assert callable_key(lambda h: h * 2) != callable_key(lambda h: h * 3)
-
-
-def test_an_object_that_is_called_is_keyed_by_its_attributes() -> None:
-    class Power:
-        def __init__(self, exponent: float) -> None:
-            self.exponent = exponent
-
-        def __call__(self, history: torch.Tensor) -> torch.Tensor:
-            return history.amax(0) ** self.exponent
-
-    assert callable_key(Power(1.5)) == callable_key(Power(1.5)) != callable_key(Power(2.5))
-
-
-def factorial(number: int) -> int:
-    return number * factorial(number - 1) if number else 1
-
-
-def test_a_recursive_function_has_a_key_without_spaces() -> None:
-    assert " " not in callable_key(factorial)
