@@ -20,6 +20,7 @@ from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.lower import Signature
 from te_compile.recipe import DelayedScaling, Recipe
+from te_compile.recomputation import Checkpoints, FirstPass, checkpoints
 from te_compile.weight_cache import CopiesOfGroup
 
 
@@ -103,14 +104,29 @@ class Runner:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the arguments that Dynamo passes."""
-        extra: list[Tensor] = []
-        forward: list[Tensor] = []
-        if self.positions:
-            extra = self._states(args)
-            forward = extra[: len(self.positions)]
-        for copies in self.copies:
-            extra += copies.inputs(args, forward)
-        return self.compiled(*extra, *args)
+        states = self._states(args) if self.positions else []
+        if self.signature.slots and (around := checkpoints()) is not None:
+            return self._checkpointed(around, states, args)
+        return self.compiled(*states, *self._copies(args, states), *args)
+
+    def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
+        """A call inside of a checkpoint, which runs it once more (recomputation.py)."""
+        *own, _ = states  # but for the token
+        weights = [args[position] for position in self.positions]
+        first = around.first_pass(weights)
+        if first is None:
+            copies = self._copies(args, states)
+            around.leave(FirstPass.of(weights, own, self, copies))
+            return self.compiled(*states, *copies, *args)
+        around.leave(first)
+        with first.repeated(own):
+            copies = first.copies if first.runner is self else self._copies(args, states)
+            return self.compiled(*states, *copies, *args)
+
+    def _copies(self, args: tuple[Any, ...], states: list[Tensor]) -> list[Tensor]:
+        """The FP8 copies of weights that the graph takes."""
+        forward = states[: len(self.positions)]
+        return [each for copies in self.copies for each in copies.inputs(args, forward)]
 
     def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
         state.poll()

@@ -8,11 +8,16 @@ exits at once on the device where the scale is known; once every state has a sca
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from te_compile.kernels.recording import here
 
 _waiting: set[int] = set()
+_moments = itertools.count(-1, -1)  # names of what is no state's
 
 
 def expect(state: int) -> None:
@@ -28,6 +33,20 @@ def settle(state: int) -> None:
 def pending() -> bool:
     """Must kernels be ready to meet a scale of zero?"""
     return bool(_waiting)
+
+
+@contextmanager
+def expected(missing: bool) -> Iterator[None]:
+    """While this lasts a scale may be zero, if ``missing``, whatever is known of the live states."""
+    if not missing:
+        yield
+        return
+    moment = next(_moments)
+    expect(moment)
+    try:
+        yield
+    finally:
+        settle(moment)
 
 
 def must_measure(scale: Tensor | None) -> bool:
