@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import innermost_fn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile.ops import calibration
 from te_compile.ops.scaling import SCALE, snapshot_reference
@@ -62,7 +63,7 @@ class FirstPass:
         In place, because CUDA graphs and recorded launches know them by their addresses.
         """
         rows = [state.shape[0] for state in states]
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             now = torch.cat(states)
             then = now.clone()
             then[:, SCALE] = self.scales
@@ -71,7 +72,7 @@ class FirstPass:
             with calibration.expected(self.missing):
                 yield
         finally:  # a recomputation ends by an exception as soon as it has all that backward wants
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():
                 torch._foreach_copy_(states, now.split(rows))
 
 

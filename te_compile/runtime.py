@@ -12,6 +12,7 @@ from torch._dynamo.eval_frame import innermost_fn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import state
 from te_compile.ops.scaling import HISTORY
@@ -115,8 +116,9 @@ class Runner:
         weights = [args[position] for position in self.positions]
         first = around.first_pass(weights)
         if first is None:
-            copies = self._copies(args, states)
-            around.leave(FirstPass.of(weights, own, self, copies))
+            with _disable_current_modes():  # a checkpoint that selects what it saves counts operators; these run once
+                copies = self._copies(args, states)
+                around.leave(FirstPass.of(weights, own, self, copies))
             return self.compiled(*states, *copies, *args)
         around.leave(first)
         with first.repeated(own):

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
@@ -271,9 +272,9 @@ def _waiting_tensors() -> dict[torch.device, list[tuple[int, Tensor]]]:
 
 
 def _look_at(device: torch.device, tensors: list[tuple[int, Tensor]]) -> _Look:
-    """Start the copy of all scales of ``tensors``."""
+    """Start the copy of all scales of ``tensors``; whoever watches the operators of this call has no part in it."""
     rows = [(number, tensor.shape[0]) for number, tensor in tensors]
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
         scales = torch.cat([tensor[:, SCALE] for _, tensor in tensors])
         if device.type != "cuda":
             return _Look(rows, scales.cpu(), None)

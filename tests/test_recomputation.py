@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from te_compile import recomputation, state
 from te_compile.ops import calibration
@@ -201,6 +206,23 @@ def test_any_checkpoint_does(around: Around) -> None:
 def test_under_any_option(options: dict[str, Any]) -> None:
     model = Stack()
     assert same(trained(model, checkpointed, last_first, **options), trained(model, plain, last_first, **options))
+
+
+def test_a_checkpoint_that_saves_the_results_of_some_operators() -> None:
+    """It counts the operators of both passes, ours among them."""
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = any(part in str(operator) for part in ("mm", "cat", "copy", "clone", "amax"))
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def selective(block: nn.Module, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        result: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return result
+
+    model = Stack()
+    options = {"compiler": "inductor"}  # the mode of such a checkpoint takes none of aot_eager's operators
+    assert same(trained(model, selective, last_first, **options), trained(model, plain, last_first, **options))
 
 
 def test_several_blocks_in_one_checkpoint() -> None:

@@ -196,6 +196,18 @@ def test_polling_touches_no_tensor_when_nothing_is_pending(monkeypatch: pytest.M
     poll_often()
 
 
+def test_polling_is_no_business_of_a_mode_around_the_call() -> None:
+    """Of fake tensors in a dry run, or of one that counts operators."""
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    with FakeTensorMode():
+        poll()
+    assert calibration.pending()
+    fill(state)
+    with FakeTensorMode():
+        poll_often()
+    assert not calibration.pending()
+
+
 @needs_cuda
 def test_the_scales_of_a_busy_device_are_awaited_without_stalling_it() -> None:
     state = state_of(nn.Parameter(torch.rand(3, 4, device="cuda")), LENGTH, training=True)
