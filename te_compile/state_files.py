@@ -203,7 +203,7 @@ def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "te_compile_version": __version__,  # for people who look into a file
         "history_length": ",".join(map(str, lengths)),
     }
-    path = Path(path)
+    path = _path_of(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory to save the FP8 state in", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -219,11 +219,20 @@ def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def load_state(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
     """:func:`load_state_dict` from a file that :func:`save_state` wrote. Errors name the file and what it holds."""
-    tensors = _read_file(Path(path))
+    tensors = _read_file(_path_of(path))
     try:
         load_state_dict(model, tensors, strict)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
+
+
+def _path_of(path: object) -> Path:
+    """``path``, if it can be that of a file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path is of type {type(path).__name__}, must be a str or an os.PathLike: a file of FP8 state")
+    if not Path(path).name:
+        raise ValueError(f"path is {str(path)!r}, must name a file of FP8 state")
+    return Path(path)
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

@@ -327,6 +327,16 @@ def test_a_function_has_no_state(call: Callable[[object], object]) -> None:
         call(lambda x: x)
 
 
+@pytest.mark.parametrize("call", [save_state, load_state])
+def test_what_is_no_path_is_refused_by_its_name(call: Callable[[nn.Module, object], object]) -> None:
+    with pytest.raises(TypeError, match=r"path is of type NoneType, must be a str"):
+        call(two_layers(), None)
+    with pytest.raises(TypeError, match=r"path is of type int, must be a str"):
+        call(two_layers(), 3)
+    with pytest.raises(ValueError, match=r"path is '', must name a file"):
+        call(two_layers(), "")
+
+
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory") as error:
         save_state(used(two_layers()), tmp_path / "none" / "state")
