@@ -34,7 +34,7 @@ class _Deferred(torch.autograd.Function):
             return None, None
         ctx.waiting.add(gradient)
         torch.autograd.Variable._execution_engine.queue_callback(partial(_require_taken, ctx.waiting))
-        return None, torch.zeros((), dtype=TICKET_DTYPE)
+        return None, torch.zeros((), dtype=TICKET_DTYPE, device="cpu")
 
 
 def _require_taken(waiting: Waiting) -> None:

@@ -157,6 +157,13 @@ def test_a_forward_that_is_run_anew_says_that_the_gradient_is_lost(
     around(compiled(speaker, defer_logits=False))["logits"].sum().backward()
 
 
+def test_tickets_lie_on_the_host_whatever_the_default_device_is() -> None:
+    """Nobody waits for a device to read one. On a GPU the operators are called past the dispatcher, as here."""
+    with torch.device("meta"):
+        ticket = deferred_gradient._ticket(torch.randn(3, device="cpu"))
+    assert ticket.device.type == "cpu"
+
+
 def test_what_nobody_took_dies_with_its_graph(speaker: Speaker, ids: tuple[Tensor, Tensor]) -> None:
     def stop(_: Tensor) -> None:
         raise ZeroDivisionError

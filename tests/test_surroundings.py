@@ -23,7 +23,7 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.state import StateError
 from te_compile.state_files import load_state_dict, state_dict
-from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step
+from tests.compiling import BACKEND, compiled, cosine, gemm_labels, gradients, producers, train_step, trained
 from tests.emulation import emulated
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -249,6 +249,18 @@ def test_a_copy_of_a_model_has_a_state_of_its_own() -> None:
     mine, others = state_dict(model), state_dict(other)
     assert mine.keys() == others.keys()
     assert not torch.equal(mine["blocks.0.up.weight.forward"], others["blocks.0.up.weight.forward"])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_default_device_is_for_what_the_model_makes(recipe: str) -> None:
+    """``torch.set_default_device``, or ``with torch.device(…)`` around calls whose tensors lie elsewhere."""
+    model, batches = Stack(), [torch.randn(6, 32) for _ in range(4)]
+    twin = copy.deepcopy(model)
+    expected = trained(twin, batches, recipe=recipe)
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        got = trained(model, batches, recipe=recipe)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
 def test_an_optimizer_trains_the_users_own_parameters() -> None:

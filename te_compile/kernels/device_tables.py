@@ -46,7 +46,7 @@ def device_table(key: Hashable, build: Callable[[], Tensor], device: torch.devic
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n]: these addresses."""
-    return device_table(addresses, lambda: torch.tensor(addresses, dtype=torch.int64), device)
+    return device_table(addresses, lambda: torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
 
 
 def _fake_table(build: Callable[[], Tensor], device: torch.device) -> Tensor:

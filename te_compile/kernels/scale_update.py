@@ -88,7 +88,7 @@ def _rows_of(states: Sequence[Tensor]) -> Tensor:
     for state in states:
         start, step = address_of(state), state.stride(0) * state.element_size()
         addresses.extend(range(start, start + step * state.shape[0], step))
-    return torch.tensor(addresses, dtype=torch.int64)
+    return torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
 
 def _rows(several: Tensor) -> Iterator[Tensor]:

@@ -179,13 +179,13 @@ def geometry_of(
     ):
         lines.append((rows, columns, padded(rows), first_tile, row_start, column_start, *copy))
         first_tile += count
-    return torch.tensor(lines, dtype=torch.int64)
+    return torch.tensor(lines, dtype=torch.int64, device="cpu")
 
 
 def tile_map(shapes: Sequence[tuple[int, int]], tile: Tile) -> Tensor:
     """int32 [programs]: the weight that each program works on."""
-    counts = torch.tensor(_tile_counts(shapes, tile))
-    return torch.repeat_interleave(torch.arange(len(shapes), dtype=torch.int32), counts)
+    counts = torch.tensor(_tile_counts(shapes, tile), device="cpu")
+    return torch.repeat_interleave(torch.arange(len(shapes), dtype=torch.int32, device="cpu"), counts)
 
 
 def quantize_weights(

@@ -59,7 +59,7 @@ def take(ticket: Tensor) -> Tensor | None:
 
 
 def _ticket(of: Tensor) -> Tensor:
-    return torch.tensor(float(next(_numbers)), dtype=TICKET_DTYPE)
+    return torch.tensor(float(next(_numbers)), dtype=TICKET_DTYPE, device="cpu")
 
 
 def _ticket_fake(of: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def line_places(lengths: tuple[int, ...], element: int) -> tuple[Tensor, ...]:
     line = LINE_BYTES // element
     places, before = [], 0
     for length in lengths:
-        number = torch.arange(-(-length // stride), dtype=torch.int64)
+        number = torch.arange(-(-length // stride), dtype=torch.int64, device="cpu")
         within = (((number + before) * GOLDEN & 0xFFFFFFFF) >> 8) % (stride // line) * line
         places.append((number * stride + within).clamp(max=max(length - line, 0)))
         before += len(number)
@@ -108,7 +108,7 @@ def fingerprint_reference(matrices: Sequence[Tensor]) -> Tensor:
     """int64 [ceil(lines / LINES)], each in 0 … 2³² - 1; see the module. matrices: contiguous, of one dtype."""
     element = matrices[0].element_size()
     places = line_places(tuple(matrix.numel() for matrix in matrices), element)
-    line = torch.arange(LINE_BYTES // element)
+    line = torch.arange(LINE_BYTES // element, device="cpu")
     bits = torch.cat(
         [
             matrix.detach().reshape(-1).view(_WORDS[element])[

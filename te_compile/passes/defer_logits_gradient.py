@@ -58,7 +58,7 @@ def _deferred(loss: Node, logits: Node) -> tuple[Node, Node]:
     """Put the operator that gives a ticket in the place of ``loss``; returns the detached logits and the ticket."""
     graph, value = loss.graph, value_of(loss)
     with value.fake_mode:
-        ticket_value = torch.empty((), dtype=TICKET_DTYPE, requires_grad=True)
+        ticket_value = torch.empty((), dtype=TICKET_DTYPE, device="cpu", requires_grad=True)
         detached_value = value_of(logits).detach()
     with graph.inserting_before(loss):
         both = graph.call_function(CROSS_ENTROPY_DEFERRED, loss.args)

@@ -177,7 +177,8 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
     if bool(allowed.all()):
         return "all"
     if allowed.shape[-2:] == (queries, keys) and allowed.shape[-2] > 1:
-        causal = torch.ones(allowed.shape[-2:], dtype=torch.bool).tril()  # its own sizes, for theirs may be symbols
+        sizes = allowed.shape[-2:]  # its own, for theirs may be symbols
+        causal = torch.ones(sizes, dtype=torch.bool, device=allowed.device).tril()
         if bool((allowed == causal).all()):
             return "causal"
     return None

@@ -162,7 +162,7 @@ def constant_of(node: Node) -> Operand:
     tensor = value_of(node)
     if not isinstance(value, (bool, int, float)) or tensor is None:
         raise SpecError(f"{node.name} is full of {value}")
-    return torch.tensor(value, dtype=tensor.dtype).item()
+    return torch.tensor(value, dtype=tensor.dtype, device="cpu").item()
 
 
 def translate(builder: SpecBuilder, node: Node, operands: dict[Node, Operand]) -> Operand:

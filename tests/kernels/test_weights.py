@@ -113,3 +113,12 @@ def test_tables_are_told_apart_by_contents_and_old_ones_go(monkeypatch: pytest.M
     assert len(device_tables._tables) == 2
     assert address_table((4, 8), where) is tables[4]
     assert device_table("other", lambda: torch.tensor([1]), where).tolist() == [1]
+
+
+def test_tables_are_built_on_the_host_whatever_the_default_device_is(device: str) -> None:
+    """A capture may not wait for what is built elsewhere."""
+    with torch.device("meta"):
+        weights = drawn(SHAPES, torch.bfloat16, device)
+        agrees(weights, torch.ones(4, device=device), E4M3, [True] * 4, [True] * 4)
+        table = address_table((11, 13), torch.empty(0, device=device).device)
+    assert table.tolist() == [11, 13]
