@@ -26,7 +26,6 @@ from torch import Tensor
 from torch._dynamo.eval_frame import innermost_fn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_compile.ops import calibration
 from te_compile.ops.scaling import SCALE, snapshot_reference
 
 _autograd = torch._C._autograd
@@ -37,20 +36,18 @@ _MODULE = "torch.utils.checkpoint"
 class FirstPass:
     """What a call read the first time.
 
-    ``scales``: those of its states; ``missing``: might one of them be 0? ``copies``: the FP8 copies of its weights, in
-    the form that ``runner`` wants.
+    ``scales``: those of its states; ``copies``: the FP8 copies of its weights, in the form that ``runner`` wants.
     """
 
     weights: Sequence[Tensor]
     scales: Tensor
-    missing: bool
     runner: Any
     copies: list[Tensor]
 
     @staticmethod
     def of(weights: Sequence[Tensor], states: list[Tensor], runner: Any, copies: list[Tensor]) -> FirstPass:
         """For a call that is about to run. states: fp32 [rows, 2 + L], those of forward and backward."""
-        return FirstPass(weights, snapshot_reference(states), calibration.pending(), runner, copies)
+        return FirstPass(weights, snapshot_reference(states), runner, copies)
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
         """Was that a call with these very weights?"""
@@ -69,8 +66,7 @@ class FirstPass:
             then[:, SCALE] = self.scales
             torch._foreach_copy_(states, then.split(rows))
         try:
-            with calibration.expected(self.missing):
-                yield
+            yield
         finally:  # a recomputation ends by an exception as soon as it has all that backward wants
             with torch.no_grad(), _disable_current_modes():
                 torch._foreach_copy_(states, now.split(rows))

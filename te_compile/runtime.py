@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import state
+from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY
 from te_compile.ops.weights import QUANTIZE_WEIGHTS
 from te_compile.passes.cached_weights import WeightGroup
@@ -53,6 +54,16 @@ def _example_states(signature: Signature, recipe: Recipe) -> list[Tensor]:
 def new_token(slots: int, device: torch.device) -> Tensor:
     """The input whose gradient carries amaxes, [slots]; fp32 as they are, whatever the default dtype is."""
     return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
+
+
+def _token_of_one_call(token: Tensor) -> Tensor:
+    """One for a call whose scales may be missing, to its backward too: it lives as long as that may come.
+
+    In the same memory, because CUDA graphs know it by its address.
+    """
+    own = token.detach().requires_grad_()
+    calibration.expect_while_alive(own)
+    return own
 
 
 def _example_copies(group: WeightGroup) -> list[Tensor]:
@@ -142,7 +153,10 @@ class Runner:
             states = self._looked_up(weights)
             if state.version() == version and not isinstance(weights[0], FakeTensor):
                 self.found[by[1][0]] = by, states
-        return states.copy()
+        states = states.copy()
+        if self.signature.training and calibration.pending():
+            states[-1] = _token_of_one_call(states[-1])
+        return states
 
     def _looked_up(self, weights: list[Tensor]) -> list[Tensor]:
         training = self.signature.training

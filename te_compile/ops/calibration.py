@@ -3,14 +3,15 @@
 A state that has seen no data has scale 0, and every quantize that reads it must look at its data first: a second pass.
 That is right for the first step and a waste for all later ones. The device knows which scale is 0, the host does not,
 and asking would stall it. So the host keeps this one flag: while it is up, kernels launch the measuring pass, which
-exits at once on the device where the scale is known; once every state has a scale, nobody launches it again.
+exits at once on the device where the scale is known; once every state has a scale, nobody launches it again. But a
+forward that ran before has handed its backward the scales of then: for as long as such a backward may come, the flag
+stays up, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
 
 from torch import Tensor
 
@@ -35,18 +36,11 @@ def pending() -> bool:
     return bool(_waiting)
 
 
-@contextmanager
-def expected(missing: bool) -> Iterator[None]:
-    """While this lasts a scale may be zero, if ``missing``, whatever is known of the live states."""
-    if not missing:
-        yield
-        return
+def expect_while_alive(anchor: object) -> None:
+    """A scale may be zero as long as ``anchor`` is there, whatever the states have by then."""
     moment = next(_moments)
     expect(moment)
-    try:
-        yield
-    finally:
-        settle(moment)
+    weakref.finalize(anchor, settle, moment).atexit = False
 
 
 def must_measure(scale: Tensor | None) -> bool:

@@ -16,6 +16,7 @@ from te_compile.recipe import DelayedScaling, Format
 from te_compile.runtime import Runner
 from tests.backend.models import Mlp
 from tests.compiling import compiled
+from tests.states import poll_often
 
 LENGTH = 4
 E4M3_ALONE = DelayedScaling(amax_history_len=LENGTH, fp8_format=Format.E4M3)
@@ -61,10 +62,21 @@ def test_states_are_looked_up_until_nothing_is_new(monkeypatch: pytest.MonkeyPat
     seen, run, weights = lookups(monkeypatch), runner(), parameters()
     handed = [run(*weights) for _ in range(5)]
     for each in handed:
-        assert same(each[:4], states(weights)) and each[4] is run.token and same(each[5:], weights)
+        assert same(each[:4], states(weights)) and same(each[5:], weights)
+        assert each[4].requires_grad and each[4].is_leaf and each[4].data_ptr() == run.token.data_ptr()
     assert len(seen) == 4, "made by the first call, found by the second, known to all others"
     handed[-1].clear()
     assert same(run(*weights)[:4], states(weights)), "what a call was handed is its own"
+
+
+@pytest.mark.usefixtures("nothing_waits")
+def test_once_all_scales_are_known_all_calls_share_one_token() -> None:
+    run, weights = runner(), parameters()
+    assert run(*weights)[4] is not run(*weights)[4]
+    for each in states(weights):
+        each.fill_(1.0)
+    poll_often()
+    assert run(*weights)[4] is run(*weights)[4] is run.token
 
 
 def test_blocks_that_share_a_graph_keep_their_own_states(monkeypatch: pytest.MonkeyPatch) -> None:

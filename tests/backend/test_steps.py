@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from te_compile import state
+from te_compile.ops import calibration
 from te_compile.options import configure
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
@@ -18,6 +20,7 @@ from te_compile.state_files import state_dict
 from tests.backend.models import Chain, L, Linear, Mlp, all_fp8, any_length, assert_close_steps, record_of_one_step
 from tests.compiling import BACKEND, compiled, error_but_for_ties, gradients, te_nodes, train_step
 from tests.emulation import emulated
+from tests.states import poll_often
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -114,6 +117,32 @@ def test_a_backward_uses_the_scales_of_its_own_forward(compiler: str) -> None:
     reference = emulated(model, all_fp8)
     _, expected = train_step(reference, reference, x)
     assert all(error_but_for_ties(got[name], gradient) < 1e-3 for name, gradient in expected.items())
+
+
+@pytest.mark.usefixtures("nothing_waits")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_kernels_are_ready_for_missing_scales_until_every_backward_of_the_first_step_has_run(recomputed: bool) -> None:
+    """The second backward casts by the scales that its forward saw, of which the gradient's was none."""
+    model = Chain()
+    fast = compiled(model)
+    ready: list[bool] = []
+
+    def forward() -> Tensor:
+        x = torch.randn(16, 32)
+        result: Tensor = checkpoint(fast, x, use_reentrant=False) if recomputed else fast(x)
+        return result.square().mean()
+
+    first, second = forward(), forward()
+    first.backward()
+    for _ in range(3):
+        with torch.no_grad():
+            fast(torch.randn(16, 32))
+    poll_often()
+    second.register_hook(lambda _: ready.append(calibration.pending()))
+    second.backward()
+    assert ready == [True]
+    del first, second
+    assert not calibration.pending()
 
 
 def test_gradients_accumulate_over_micro_batches() -> None:
