@@ -64,6 +64,8 @@ def _fits(gemm: Node, addend: Node, add: Node) -> bool:
     alike = added.dim() == result.dim() > 1 and all_same(added.shape, result.shape)
     if not alike or not same(result.shape[-1], columns) or not added.is_contiguous():
         return False
+    if not same(product.numel(), result.numel()):  # a shift for each sample is added to all of its rows
+        return False
     shape = _shape_of(add)
     if shape.count(-1) > 1 or (-1 in shape and 0 in shape):  # a view can find out one size, and of nothing none
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -15,6 +15,7 @@ from te_compile.ops import registry
 from te_compile.ops.gemm import GEMM
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.arguments import arguments_of
+from tests.fuzz.check import Case, check
 
 M, N, K = 32, 48, 64
 E4M3 = torch.float8_e4m3fn
@@ -88,7 +89,8 @@ def test_gradients_of_a_shared_input_are_summed_by_the_later_products() -> None:
 
 
 @pytest.mark.parametrize(
-    "which", ["other reader", "alpha", "broadcast", "dtype", "rows apart", "itself", "not a product"]
+    "which",
+    ["other reader", "alpha", "broadcast", "broadcast product", "dtype", "rows apart", "itself", "not a product"],
 )
 def test_what_must_not_be_merged_stays(which: str) -> None:
     def function(a: Tensor, b: Tensor, x: Tensor) -> Any:
@@ -100,6 +102,8 @@ def test_what_must_not_be_merged_stays(which: str) -> None:
                 return torch.add(x, y, alpha=2)
             case "broadcast":
                 return x[:1] + y
+            case "broadcast product":
+                return x.repeat(3, 1, 1) + y
             case "dtype":
                 return x.float() + y
             case "rows apart":
@@ -110,6 +114,22 @@ def test_what_must_not_be_merged_stays(which: str) -> None:
 
     count, graph_module, _ = merged(function, codes(M), codes(N), torch.randn(M, N).bfloat16())
     assert count == 0 and additions(graph_module.graph) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("length", [1, 6])
+def test_a_shift_that_a_linear_makes_for_each_sample_is_added_to_all_of_its_rows(length: int) -> None:
+    """The modulation of a diffusion transformer."""
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.fc = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+            return self.fc(x + self.shift(condition)[:, None])
+
+    check(Case(Modulated, lambda more: (torch.randn(2, length, 64, requires_grad=True), torch.randn(2, 32))))
 
 
 def test_a_product_outside_of_the_additions_checkpointed_region_stays_there() -> None:
