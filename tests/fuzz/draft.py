@@ -61,9 +61,11 @@ class Draft:
         return names[-1] if self.random.random() < recent else self.random.choice(names)
 
     def partner(self, name: str) -> str | None:
-        """Another variable of the same shape."""
-        shape = self.of(name).shape
-        names = [other for other in self.variables if other != name and self.of(other).shape == shape]
+        """Another variable of the same shape, or now and then one that is broadcast to it or it to that one."""
+        shape, others = self.of(name).shape, [other for other in self.variables if other != name]
+        alike = [other for other in others if self.of(other).shape == shape]
+        broadcast = [other for other in others if other not in alike and _is_broadcast(shape, self.of(other).shape)]
+        names = broadcast if broadcast and (not alike or self.chance(0.3)) else alike
         return self.random.choice(names) if names else None
 
     def step(
@@ -113,6 +115,11 @@ class Draft:
     def module_kind(self) -> str:
         """The dtype argument of a module's constructor."""
         return "" if self.dtype == torch.float32 else f", dtype={self.dtype}"
+
+
+def _is_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def _is_wild(value: Tensor) -> bool:

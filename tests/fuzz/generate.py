@@ -14,6 +14,7 @@ KINDS = (
     (linear_steps.add_linear, 30), (other_steps.add_unary, 16), (other_steps.add_binary, 15),
     (other_steps.add_norm, 10), (other_steps.add_view, 12), (other_steps.add_gate, 5), (other_steps.add_write, 5),
     (other_steps.add_scale_or_shift, 4), (other_steps.add_attention, 4), (other_steps.add_batch_norm, 1),
+    (other_steps.add_modulation, 4),
 )  # fmt: skip
 """What adds steps, and how often."""
 

@@ -70,6 +70,27 @@ def add_gate(draft: Draft) -> None:
     draft.step(draft.one_of(f"a, b = {halves}\n{{o0}} = {gate}", "{o0} = F.glu({0}, -1)"), x)
 
 
+def add_modulation(draft: Draft) -> None:
+    """A linear makes a scale, a shift and a gate for each sample, as in diffusion transformers."""
+    x = draft.pick(lambda v: v.dim() == 3 and v.shape[-1] >= 16)
+    if x is None:
+        return
+    size, name = draft.of(x).shape[-1], draft.fresh("fc")
+    condition = draft.one_of("{0}.mean(1)", "F.silu({0}[:, 0])", "{0}.mean(1, keepdim=True)")
+    kept = "" if "keepdim" in condition else "[:, None]"
+    use = draft.one_of(
+        "{0} * (1.0 + a) + b", "{0} + b", "torch.addcmul(b, {0}, a + 1.0)", "b - {0} * a", "torch.sigmoid(a) * {0}",
+        "F.layer_norm({0}, ({0}.shape[-1],)) * (1.0 + a) + b", "F.gelu(b + {0}) * a", "{0}.add(b)",
+    )  # fmt: skip
+    if draft.chance(0.5):
+        made = [f"self.{name} = nn.Linear({size}, {2 * size}{draft.module_kind()})"]
+        code = f"a, b = self.{name}({condition}){kept}.chunk(2, -1)"
+    else:
+        made = [f"self.{each} = nn.Linear({size}, {size}{draft.module_kind()})" for each in (name, f"{name}_b")]
+        code = f"a, b = self.{name}({condition}){kept}, self.{name}_b({condition}){kept}"
+    draft.step(f"{code}\n{{o0}} = {use}", x, init=made)
+
+
 def add_norm(draft: Draft) -> None:
     """LayerNorm and RMSNorm in several spellings."""
     x = draft.pick(lambda v: v.dim() >= 2 and v.shape[-1] >= 8)
@@ -116,7 +137,8 @@ def add_view(draft: Draft) -> None:
     code = draft.one_of(
         "{0}.reshape(-1, {0}.shape[-1])", "{0}.flatten(0, -2)", "{0}.flatten(1)", f"{{0}}.transpose({first}, {other})",
         f"{{0}}.transpose({first}, {other}).contiguous()", "{0}.unsqueeze(0)", "{0}.unsqueeze(1)", "{0}.squeeze(0)",
-        "{0}.mT", f"{{0}}[..., :{half}]", "{0}[:1]", "{0}[-1]", "{0}[:, 0]", "{0}[:, 1:]", f"{{0}}.roll(1, {first})",
+        "{0}.mT", f"{{0}}[..., :{half}]", "{0}[:1]", "{0}[-1]", "{0}[:, 0]", "{0}[:, :1]", "{0}[:, 1:]",
+        f"{{0}}.roll(1, {first})",
         f"{{0}}.flip({first})", "{0}.expand(2, *{0}.shape)", "{0}[None].expand(3, *{0}.shape).contiguous()",
         f"{{0}}.repeat({', '.join(['2'] + ['1'] * (d - 1))})", f"{{0}}.mean({first}, keepdim=True)",
         f"{{0}}.mean({first})", f"{{0}}.sum({first}) * 0.3", f"{{0}}.unflatten(-1, (2, {half}))",
