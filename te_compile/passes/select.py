@@ -8,6 +8,7 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import value_of, wrapped_kind
+from te_compile.passes.captured_nodes import called, value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
+from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch, weights_of
 from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS
@@ -30,17 +33,22 @@ _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
     "prediction_head", "out_proj_logits",
 }  # fmt: skip
-_LOSSES = {F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd}
+_LOSSES = {
+    F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
+    torch.logsumexp, "logsumexp", CROSS_ENTROPY,
+}  # fmt: skip
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
 _SAME_VALUES = {
     "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
-    "getitem", "bfloat16", "half", "movedim", "unflatten",
+    "getitem", "bfloat16", "half", "double", "movedim", "unflatten", "t", "T", "mT", "detach", "clone",
 }  # fmt: skip
-_ROUTING = {"topk", "sigmoid", "softmax", "one_hot", "scatter", "sort", "argmax"}
-
-
-def _target_name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "truediv", "neg", "clamp", "tanh", "masked_fill", "where", "iadd", "isub", "imul",
+    "itruediv",
+}  # fmt: skip
+_ROUTING = {"topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax"}
+_PICKS = {"topk", "argmax", "argmin", "argsort", "multinomial"}
+_PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
 
 
 def _reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> Iterator[Node]:
@@ -55,8 +63,34 @@ def _reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> It
                     waiting.append(user)
 
 
+def _name(node: Node) -> str:
+    """What ``node`` calls, by one name for it in place and not."""
+    return called(node).removesuffix("_")
+
+
 def _keeps_values(node: Node) -> bool:
-    return _target_name(node) in _SAME_VALUES
+    return _name(node) in _SAME_VALUES
+
+
+def _are_still_logits(node: Node) -> bool:
+    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias; but the sum of two
+    tensors alike is a residual stream."""
+    if _name(node) not in _ARITHMETIC:
+        return _keeps_values(node)
+    result = value_of(node)
+    if not isinstance(result, Tensor):
+        return False
+    values = [value_of(each) for each in node.all_input_nodes]
+    numbers = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+    return sum(each.dim() == result.dim() and all_same(each.shape, result.shape) for each in numbers) < 2
+
+
+def _picks(node: Node) -> bool:
+    """Does ``node`` say where the largest or smallest are?"""
+    if _name(node) in _PICKS_WITH_VALUES:
+        places = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
+        return any(user.users for user in places) or any(called(user) == "indices" for user in node.users)
+    return _name(node) in _PICKS
 
 
 def by_user(site: Site, options: Options) -> Verdict:
@@ -76,7 +110,7 @@ def by_head(site: Site, options: Options) -> Verdict:
         why = "its weight is tied to an embedding"
     elif last in _HEAD_NAMES or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
-    elif any(user.target in _LOSSES for user in _reached(site.node, _keeps_values)):
+    elif any(user.target in _LOSSES for user in _reached(site.node, _are_still_logits)):
         why = "its result goes into the loss"
     else:
         return None
@@ -85,9 +119,8 @@ def by_head(site: Site, options: Options) -> Verdict:
 
 def by_router(site: Site, options: Options) -> Verdict:
     """Routers pick experts: a small error flips a discrete choice."""
-    reached = _reached(site.node, lambda node: _keeps_values(node) or _target_name(node) in _ROUTING)
-    names = {_target_name(user) for user in reached}
-    if "topk" in names and site.features[1] <= 1024:
+    known = _SAME_VALUES | _ARITHMETIC | _ROUTING
+    if site.features[1] <= 1024 and any(map(_picks, _reached(site.node, lambda node: _name(node) in known))):
         why = "its result picks experts, and FP8 rounding would change the pick"
         return Cause.RULE, f"a router: {why}; nothing to do: FP8 would lose accuracy"
     return None

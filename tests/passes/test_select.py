@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from te_compile.ops import registry
 from te_compile.ops.registry import Target
 from te_compile.options import Options
 from te_compile.passes import select
+from te_compile.passes.find_linears import find_linears
+from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.plan import Cause, Plan, Site, StrictError
+from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
 from te_compile.passes.speed import gain_microseconds
-from tests.capturing import regions_and_plan
+from tests.capturing import captured, regions_and_plan
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -100,6 +104,66 @@ def test_a_head_by_the_loss_that_reads_it() -> None:
     assert site.cause is Cause.RULE and "loss" in site.reason
 
 
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "capped": lambda logits: 30.0 * torch.tanh(logits / 30.0),
+    "in place": lambda logits: logits.mul_(0.5),
+    "by a learned scale": lambda logits: logits * torch.ones(()).exp(),
+    "with a bias": lambda logits: logits + torch.zeros(48),
+    "without some": lambda logits: logits.masked_fill(torch.arange(48) > 40, float("-inf")),
+    "wider": lambda logits: logits.double(),
+    "turned twice": lambda logits: logits.T.mT,
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_head_whose_logits_are_changed_before_the_loss(how: str) -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(CHANGED[how](fc(x)), target)
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_loss_that_is_spelled_out() -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        logits = fc(x)
+        return (logits.logsumexp(-1) - logits.gather(-1, target[:, None])[:, 0]).mean()
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_loss_that_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of ours stands in the place of that loss by then."""
+    fc = nn.Linear(32, 1024)
+    gm, examples = captured(
+        lambda x, target: F.cross_entropy(fc(x), target), torch.randn(10, 32), torch.randint(0, 1024, (10,))
+    )
+    monkeypatch.setattr(registry, "choose", lambda operator, target, arguments: ("triton", []))
+    assert lower_losses(gm.graph) == 1
+    regions, left = regions_of(gm)
+    plan = Plan()
+    find_linears(regions, left, examples, plan)
+    select_linears(plan, Options())
+    (site,) = plan.sites
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_what_is_added_to_a_residual_stream_is_no_head() -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        x = x + a(x)
+        return F.cross_entropy(x + b(x), target)
+
+    plan = planned(run, torch.randn(10, 32), torch.randint(0, 32, (10,)))
+    assert [site.status for site in plan.sites] == ["fp8", "fp8"]
+
+
 def test_a_head_by_the_embedding_that_shares_its_weight() -> None:
     embed, other = nn.Embedding(64, 32), nn.Linear(32, 32)
 
@@ -129,6 +193,35 @@ def test_a_router_keeps_its_precision() -> None:
 
     site = verdict(run, torch.randn(10, 32))
     assert site.cause is Cause.RULE and "router" in site.reason
+
+
+ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a bias decides as well": lambda scores: (scores.sigmoid() + torch.zeros(32)).topk(2).indices,
+    "by groups": lambda scores: (scores + 0.1).view(-1, 4, 8).topk(2).values.sum(-1).topk(2).indices,
+    "noisy": lambda scores: torch.topk(scores + torch.randn(10, 32) * 0.1, 2).indices,
+    "one expert": lambda scores: scores.softmax(-1).argmax(-1),
+    "one expert and its probability": lambda scores: torch.max(scores.softmax(-1), dim=-1)[1],
+    "one expert, by name": lambda scores: scores.max(dim=-1).indices,
+    "by a temperature": lambda scores: torch.topk(scores / 0.7, 2).indices,
+    "experts choose": lambda scores: scores.T.softmax(-1).topk(3).indices,
+    "some are masked": lambda scores: scores.masked_fill(torch.arange(32) > 20, float("-inf")).topk(2).indices,
+    "sorted": lambda scores: scores.sort(dim=-1, descending=True)[1][:, :2],
+    "drawn": lambda scores: torch.multinomial(scores.softmax(-1), 2),
+}
+
+
+@pytest.mark.parametrize("way", ROUTERS)
+def test_a_router_is_known_by_what_it_picks(way: str) -> None:
+    gate = nn.Linear(32, 32)
+    site = verdict(lambda x: ROUTERS[way](gate(x)), torch.randn(10, 32))
+    assert site.cause is Cause.RULE and "router" in site.reason
+
+
+def test_the_largest_values_alone_are_no_pick() -> None:
+    """As a pooling over points takes them."""
+    fc = nn.Linear(32, 32)
+    assert verdict(lambda x: fc(x).max(dim=1)[0], torch.randn(2, 10, 32)).status == "fp8"
+    assert verdict(lambda x: fc(x).sort(dim=1).values, torch.randn(2, 10, 32)).status == "fp8"
 
 
 # --- support -------------------------------------------------------------------------------------------------------
