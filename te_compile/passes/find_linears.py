@@ -3,8 +3,9 @@
 A linear is a product of an activation with a parameter, or with a matrix that is made from one. Some forms are lowered
 as they stand: ``F.linear``, a product of two matrices (``x @ weight.T``, ``torch.mm(x, weight)`` and their like) and
 ``addmm(bias, x, weight)``. The weight may be behind transpositions: te::linear reads both layouts, so these are left
-without a reader. Einsums, convolutions, batched and grouped products are lowered if they are linears in disguise; each
-has a file of its own. Every other product with a parameter is recorded too, so that no report is silent about it.
+without a reader. Products with the weight on the left, einsums, convolutions, batched and grouped products are lowered
+if they are linears in disguise; each has a file of its own. Every other product with a parameter is recorded too, so
+that no report is silent about it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
+from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site, is_einsum
 from te_compile.passes.names import module_name, own_variable
@@ -41,13 +43,18 @@ _PRODUCTS: dict[Any, str] = {
     torch.baddbmm: "baddbmm",
     torch.addmm: "addmm",
     torch.einsum: "einsum",
+    torch.inner: "inner",
+    torch.addbmm: "addbmm",
+    torch.tensordot: "tensordot",
+    torch.linalg.multi_dot: "multi_dot",
+    torch.chain_matmul: "chain_matmul",
     torch._grouped_mm: FORM,
     getattr(F, "grouped_mm", torch._grouped_mm): FORM,
     F.bilinear: "bilinear",
     F.multi_head_attention_forward: "multi_head_attention",
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
-_PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm"}
+_PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "inner", "addbmm", "addmm_", "baddbmm_", "addbmm_"}
 _MATRIX_PRODUCTS = ("matmul", "mm")
 
 STAYS_CLOSED = "te_stays_closed"
@@ -146,6 +153,7 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
     (lambda node: node.target in (F.linear, torch._C._nn.linear), _linear_site),
     (lambda node: node.target in (torch.addmm, "addmm"), _addmm_site),
     (_is_matrix_product, _matmul_site),
+    (_is_matrix_product, left_site),
     (is_batched_product, batched_site),
     (is_grouped_product, grouped_site),
     (is_einsum, einsum_site),

@@ -98,6 +98,8 @@ class Fp8Products(TorchFunctionMode):
             with self:  # its linears are inside
                 return _opened(func, args, kwargs)
         product = _product(func, args, kwargs)
+        if func in _MATRICES and self._is_weight(args[0]) and not self._is_weight(args[1]) and args[0].dim() == 2:
+            product = (lambda x, w: torch.matmul(w, x)), args[1], args[0], None
         if product is not None and self._is_weight(product[2]):
             return self._multiply(product, func, args, kwargs)
         result = func(*args, **kwargs)

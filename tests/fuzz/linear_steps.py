@@ -77,6 +77,23 @@ def product(draft: Draft, x: str, k: int) -> None:
     draft.step(f"{{o0}} = {call}{tail}", x, init=made + more)
 
 
+def left(draft: Draft, x: str, k: int) -> None:
+    """``w @ x`` of tokens that lie behind their features."""
+    n = features(draft, k)
+    if draft.chance(0.6):
+        w, made = weight(draft, n, k)
+        operand = f"self.{w}"
+        draft.linears.append((w, made[0], (n, k)))
+    else:
+        w, made = weight(draft, k, n, k)
+        operand = f"self.{w}.t()"
+    turned = draft.one_of("{0}.mT", "{0}.flatten(0, -2).t()", "{0}.mT.contiguous()")
+    tail = draft.one_of(".mT", ".mT", f" + self.{w}_bias", "")
+    more = draft.parameter(f"{w}_bias", n, 1) if "bias" in tail else []
+    call = draft.one_of(f"({operand} @ {turned})", f"torch.matmul({operand}, {turned})")
+    draft.step(f"{{o0}} = {call}{tail}", x, init=made + more)
+
+
 def addmm(draft: Draft, x: str, k: int) -> None:
     """Hugging Face's Conv1D."""
     n, name = features(draft, k), draft.fresh("w")
@@ -226,6 +243,6 @@ def torch_attention(draft: Draft, x: str, k: int) -> None:
 
 
 FORMS: tuple[Form, ...] = (
-    function, function, module, module, product, product, addmm, packed, packed_heads, einsum, convolution, patches,
-    expression, experts, shared, tied, torch_attention,
+    function, function, module, module, product, product, left, addmm, packed, packed_heads, einsum, convolution,
+    patches, expression, experts, shared, tied, torch_attention,
 )  # fmt: skip

@@ -152,7 +152,12 @@ def test_addmm_with_more_or_less_than_one_bias_a_feature_is_kept(bias: tuple[int
 @pytest.mark.parametrize(
     ("form", "function"),
     (
-        ("matmul", lambda x, w, b: w @ x.T),
+        ("matmul", lambda x, w, b: w @ x[0]),
+        ("inner", lambda x, w, b: torch.inner(x, w)),
+        ("tensordot", lambda x, w, b: torch.tensordot(x, w, ([1], [1]))),
+        ("addmm_", lambda x, w, b: torch.zeros(5, 48).addmm_(x, w.T)),
+        ("addbmm", lambda x, w, b: torch.addbmm(b, x[None], w.T[None])),
+        ("multi_dot", lambda x, w, b: torch.linalg.multi_dot([x, w.T, w])),
         ("matmul", lambda x, w, b: torch.matmul(x, w.view(4, 12, 32).transpose(1, 2))),
         ("einsum", lambda x, w, b: torch.einsum("mk,nk->m", x, w)),
         ("addmm", lambda x, w, b: torch.addmm(x @ w.detach().T, x, w.T, beta=0.5)),
