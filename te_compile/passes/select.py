@@ -31,7 +31,7 @@ Verdict = tuple[Cause, str] | None
 
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
-    "prediction_head", "out_proj_logits",
+    "prediction_head", "out_proj_logits", "to_logits", "unembed",
 }  # fmt: skip
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
@@ -108,7 +108,7 @@ def by_head(site: Site, options: Options) -> Verdict:
     tied = weight is not None and any(user.target in (F.embedding, torch.embedding) for user in weight.users)
     if tied:
         why = "its weight is tied to an embedding"
-    elif last in _HEAD_NAMES or site.name.endswith("predictions.decoder"):
+    elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
     elif any(user.target in _LOSSES for user in _reached(site.node, _are_still_logits)):
         why = "its result goes into the loss"

@@ -39,6 +39,17 @@ def verdict(run: Callable[..., Any], *inputs: Any, **options: Any) -> Site:
     return site
 
 
+class Calls(nn.Module):
+    """The linear ``block.output``."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block.output(x)
+
+
 class Named(nn.Module):
     """Linears under names of a test's choosing, all applied to one input."""
 
@@ -86,12 +97,18 @@ def test_what_the_user_excluded_says_so_whatever_else_is_wrong_with_it() -> None
 # --- projections to logits -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lm_head", "score", "classifier", "embed_out"])
+@pytest.mark.parametrize("name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output"])
 def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) -> None:
     model, x = Named(**{name: (32, 48)}), torch.randn(5, 32)
     site = verdict(model, x)
     assert site.cause is Cause.RULE and "logits" in site.reason and "lm_head=True" in site.reason
     assert verdict(model, x, lm_head=True).status == "fp8"
+
+
+def test_the_output_of_a_part_of_the_model_is_no_head() -> None:
+    block = nn.Module()
+    block.output = nn.Linear(32, 48)
+    assert verdict(nn.Sequential(Calls(block)), torch.randn(5, 32)).status == "fp8"
 
 
 def test_a_head_by_the_loss_that_reads_it() -> None:
