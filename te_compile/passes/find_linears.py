@@ -137,7 +137,7 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     result = result[0] if isinstance(result, (tuple, list)) else result
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=matrices[0])
-    advice = "write it as F.linear or x @ weight for FP8, where it is one"
+    advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
