@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
-from te_compile.passes.attention_kernels import cudnn_version, takes_cudnn_first
+from te_compile.passes.attention_kernels import cudnn_version
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,15 +115,24 @@ def chosen(variants: Iterable[Variant], only: str) -> list[Variant]:
 
 
 def describe_device(rows: Rows) -> None:
-    """One row that says what the others were measured on: the machine, torch, and which attention PyTorch asks first.
+    """One row that says what the others were measured on: the machine, torch, and which attention PyTorch takes.
 
     The cuDNN that is loaded decides that: with an older one than PyTorch's own, which a peer may bring into the
     process, torch.compile's attention is slower on some GPUs, and so is every baseline.
     """
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     version = ".".join(map(str, cudnn_version()))
-    cudnn = {"cudnn": version, "cudnn_attention": takes_cudnn_first()} if version else {}
+    cudnn = {"cudnn": version, "attention": default_attention()} if version else {}
     rows.write(what="device", name=name, torch=torch.__version__, **cudnn)
+
+
+def default_attention() -> str:
+    """The kernel that PyTorch takes for an ordinary attention: "cudnn_attention", "flash_attention" or another's name.
+
+    Asked, and not read off its order of kernels, which PyTorch settles when it is first asked.
+    """
+    heads = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE)
+    return SDPBackend(torch._fused_sdp_choice(heads, heads, heads, is_causal=True)).name.lower()
 
 
 def free_memory() -> None:

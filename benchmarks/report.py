@@ -102,7 +102,7 @@ def machine_of(row: Row) -> str:
     text = f"{row['name']}, torch {row['torch']}"
     if "cudnn" not in row:
         return text
-    return f"{text}, cuDNN {row['cudnn']} ({'cuDNN' if row['cudnn_attention'] else 'flash'} attention by default)"
+    return f"{text}, cuDNN {row['cudnn']}, {row['attention'].replace('_', ' ')} by default"
 
 
 def text_of(rows: Sequence[Row]) -> str:

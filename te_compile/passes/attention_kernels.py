@@ -71,7 +71,7 @@ def _takes_its_own_order() -> bool:
     return all(each() for each in every) and order in (_UNTOUCHED_ORDER, _CUDNN_FIRST)
 
 
-def takes_cudnn_first() -> bool:
+def _takes_cudnn_first() -> bool:
     """Does PyTorch ask cuDNN before flash, whoever has said so?"""
     order: list[int] = torch._C._get_sdp_priority_order()
     cudnn, flash = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.FLASH_ATTENTION.value
@@ -198,6 +198,6 @@ def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable
     if speed_counts and _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"
     rounds = RECOGNISED in node.meta and _is_rounded(node)
-    if rounds and takes_cudnn_first() and able("cudnn", node) and able("flash", node):
+    if rounds and _takes_cudnn_first() and able("cudnn", node) and able("flash", node):
         return "flash"
     return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks import measure
 from benchmarks.measure import Rows, Runnable, Variant, attempt, chosen, cosine, sqnr, telling
@@ -113,18 +114,16 @@ def test_what_is_soon_done_takes_more_turns(seconds: float, rounds: int, monkeyp
     assert taken == ["a", "b"] * rounds
 
 
-@pytest.mark.parametrize(("version", "said"), [((), {}), ((9, 10, 2), {"cudnn": "9.10.2", "cudnn_attention": False})])
-def test_a_run_says_which_cudnn_it_had(
-    version: tuple[int, ...],
-    said: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("version", "said"), [((), {}), ((9, 10, 2), {"cudnn": "9.10.2"})], ids=str)
+def test_a_run_says_which_cudnn_and_which_attention_it_had(
+    version: tuple[int, ...], said: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "cudnn_version", lambda: version)
-    monkeypatch.setattr(measure, "takes_cudnn_first", lambda: False)
     measure.describe_device(Rows())
     row = json.loads(capsys.readouterr().out)
-    assert {name: row[name] for name in row if "cudnn" in name} == said and row["torch"] == torch.__version__
+    said |= {"attention": measure.default_attention()} if version else {}
+    assert {name: row[name] for name in ("cudnn", "attention") if name in row} == said
+    assert measure.default_attention() in {name.lower() for name in SDPBackend.__members__}
 
 
 def makers_of_rows() -> list[str]:
