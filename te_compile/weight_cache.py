@@ -16,6 +16,11 @@ Copies that changed are new tensors: a forward's own backward may still be waiti
 graphs that replay CUDA graphs, which read their inputs at the addresses of the first replay. There copies are made anew
 in place, and autograd is told, so that a backward that comes too late raises an error.
 
+Weights are cast by the scale that their history gives. Larger ones, loaded after a training, are cut off by it until a
+step has entered their amax. Copies of weights that no optimizer changes would stay so for good, for no later version
+takes their place. So these are looked at when they are made; the host waits for that, once for each change. In training
+what would be cut off is cast by its own amax. Without gradients it is cast anew when a training has run in between.
+
 Nothing is looked up while a CUDA graph is being captured by the user: its replays would not look, so the launch is part
 of what is captured.
 """
@@ -36,13 +41,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration, registry
-from te_compile.ops.scaling import SNAPSHOT
+from te_compile.ops.scaling import SNAPSHOT, snapshot_reference
 from te_compile.ops.weight_refresh import Refresher
 from te_compile.ops.weights import QUANTIZE_WEIGHTS, Outputs, copies_of
 from te_compile.parameter_names import parameters_by_name
 from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
 AMAX = OUTPUTS.index("amax")
+_ROUNDED_DOWN = 1 + 1 / 28  # of the largest E4M3 number: what is above that by less is rounded to it, as by any scale
 
 Key = tuple[list[int], list[int], int, int]
 """Of each weight the version, and how many steps were taken; of each weight the address; the id of the first FP8 state;
@@ -51,21 +57,29 @@ recipe, or where weights have moved. The stream, because work on another one is 
 the copies."""
 
 _version_of = attrgetter("_version")
+_trainings = {"calls": 0}  # that entered amaxes of weights in histories
 _replayed = Replayed("copies", copies_of, by_address=True)
 _caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], _Record] = weakref.WeakValueDictionary()
 
 
 class _Kept:
-    """Copies that may be used again. A refresher may know the states by their addresses alone: here they stay alive."""
+    """Copies that may be used again. A refresher may know the states by their addresses alone: here they stay alive.
+
+    ``cut_off``: the scale that they were cast by is too large for them; ``trainings``: how many calls had entered
+    amaxes by then.
+    """
 
     def __init__(self, outputs: Outputs, inputs: list[Tensor], refresher: Refresher, states: Sequence[Tensor]) -> None:
         self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
+        self.cut_off, self.trainings = False, _trainings["calls"]
         self._one_at_a_time = threading.Lock()
 
     def refresh(self, weights: Sequence[Tensor], amaxes: bool, force: bool = False) -> None:
         """Make the copies anew if the weights have changed. Two threads whose launches mix would each see only half."""
         with self._one_at_a_time:
+            if self.cut_off and self.trainings != _trainings["calls"]:  # there may be another scale by now
+                self.trainings, force = _trainings["calls"], True
             self.refresher(weights, amaxes, calibration.pending(), force)
 
 
@@ -109,6 +123,7 @@ class CopiesOfGroup:
     def inputs(self, args: Sequence[Any], states: list[Tensor]) -> list[Tensor]:
         """What the graph takes in this call. states: the forward states of all weights of the graph, or none."""
         weights = [args[position] for position in self.positions]
+        _trainings["calls"] += self.gives_amaxes
         is_captured = self.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
         record = None if is_captured else self._record(weights, states)
         if record is None:
@@ -161,8 +176,14 @@ class CopiesOfGroup:
                 self._free_old_copies_elsewhere(weights[0])
             # What is padded lies elsewhere each time, and what is replayed knows its weights by their addresses.
             outputs = self._quantized(copies_of if self.pads else record.make, weights, rows)
+            cut_off = self._cuts_off(outputs, rows)
+            if cut_off and self.gives_amaxes:
+                cut_off, rows = False, None
+                outputs = self._quantized(copies_of, weights, rows)
             inputs = self._chosen(outputs)
             kept = _Kept(outputs, inputs, self._refresher(outputs, weights, rows), states) if keeps else None
+            if kept is not None:
+                kept.cut_off = cut_off
             record.known = key, kept
         return inputs
 
@@ -173,6 +194,10 @@ class CopiesOfGroup:
         if known is None or known[1:] != key[1:]:  # other addresses
             kept.refresher, kept.states = self._refresher(kept.outputs, weights, self._rows(states)), states
         kept.refresh(weights, self.gives_amaxes, force=True)
+        kept.cut_off = self._cuts_off(kept.outputs, self._rows(states))
+        if kept.cut_off and self.gives_amaxes:
+            kept.cut_off, kept.refresher = False, self._refresher(kept.outputs, weights, None)
+            kept.refresh(weights, self.gives_amaxes, force=True)
         for output in kept.outputs:
             torch.autograd.graph.increment_version(output)
         record.known = key, kept
@@ -194,6 +219,15 @@ class CopiesOfGroup:
             rows = self._rows(states) or []
             record.rows = list(states), rows
         return rows or None
+
+    def _cuts_off(self, outputs: Outputs, rows: list[Tensor] | None) -> bool:
+        """Do copies that last, cast by the scales of ``rows``, lack more of a weight than rounding takes?"""
+        if not rows or not self.group.lasting:
+            return False
+        layout = self.group.layout
+        most = torch.finfo(layout.dtype).max * max(1.0, 2.0**-layout.rule.margin) * _ROUNDED_DOWN
+        reached = outputs[AMAX] * snapshot_reference(rows)
+        return bool((reached.isfinite() & (reached > most)).any())
 
     def _quantized(self, make: Callable[..., Outputs], weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
         layout, chosen = self.group.layout, self.group.implementations
