@@ -281,48 +281,6 @@ def test_frozen_weights_are_quantised_once_for_all_steps(launches: Launches) -> 
     assert (trained, frozen) == (2, 1)
 
 
-@pytest.mark.parametrize("captures", [False, True])
-def test_larger_frozen_weights_loaded_into_a_training_are_not_cut_off_for_good(
-    captures: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the scale of the weights before. Those that an optimizer steps get another one with the next step."""
-    monkeypatch.setattr(backend, "captures_cuda_graphs", lambda options: captures)
-    model, x = nn.Linear(32, 48).requires_grad_(False), torch.randn(16, 32, requires_grad=True)
-    fast = compiled(model)
-    for _ in range(2):
-        backward(fast(x))
-    for factor in (20.0, 0.05, 30.0):
-        model.load_state_dict({name: factor * entry for name, entry in model.state_dict().items()})
-        for _ in range(3):
-            y, expected = fast(x), model(x)
-            assert (y - expected).norm() < 0.1 * expected.norm()
-            backward(y)
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_what_an_evaluation_cut_off_is_right_as_soon_as_a_step_of_training_knows_its_amax(
-    captures: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Frozen weights that are loaded, evaluated, trained around, and evaluated again."""
-    monkeypatch.setattr(backend, "captures_cuda_graphs", lambda options: captures)
-    model, x = nn.Linear(32, 48).requires_grad_(False), torch.randn(16, 32, requires_grad=True)
-    fast = compiled(model)
-
-    def error() -> float:
-        with torch.no_grad():
-            expected = model(x)
-            return float((fast(x) - expected).norm() / expected.norm())
-
-    for _ in range(2):
-        backward(fast(x))
-    assert error() < 0.1
-    model.load_state_dict({name: 20 * entry for name, entry in model.state_dict().items()})
-    assert error() > 0.5  # delayed scaling has not met them
-    for _ in range(2):
-        backward(fast(x))
-    assert error() < 0.1
-
-
 def test_frozen_weights_that_grow_a_little_are_cast_by_the_scale_of_their_history(launches: Launches) -> None:
     """Which costs no second launch."""
     model, x = nn.Linear(32, 48).requires_grad_(False), data().requires_grad_()
