@@ -55,6 +55,7 @@ class Measuring(TorchDispatchMode):
         self.parameters: dict[int, nn.Parameter] = {}
         self.running: dict[str, nn.Parameter] = {}  # by linear, of the graph that runs forward now
         self._owner: dict[tuple[str, int], nn.Parameter] = {}
+        self._held: list[Tensor] = []  # whose places tell owners: backward frees them, and none may be given away
         self._last = threading.local()  # autograd has a thread for each device
 
     def __torch_dispatch__(
@@ -87,8 +88,9 @@ class Measuring(TorchDispatchMode):
         weight = self.running.get(name)
         if weight is None:
             return
-        for each in (a_scale_inv, b_scale_inv):  # both are saved for backward, so nothing else takes their place
+        for each in (a_scale_inv, b_scale_inv):
             self._owner[name, each.data_ptr()] = weight
+            self._held.append(each)
         self._add(weight, name, "x", measured, scale)
         if (id(weight), name, "w") not in self.found:
             weight_scale = b_scale_inv.reciprocal()

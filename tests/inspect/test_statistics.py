@@ -182,32 +182,45 @@ def test_without_gradients_the_forward_alone_is_measured(fresh_dynamo: None) -> 
     assert {role for _, role in rows} == {"x", "w"}
 
 
+class Inner(nn.Module):
+    """One linear, in a frame of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class Repeated(nn.Module):
+    """Linears that share one graph, with ``factor**index`` after each."""
+
+    def __init__(self, blocks: int, factor: float) -> None:
+        super().__init__()
+        self.h, self.factor = nn.ModuleList(Inner() for _ in range(blocks)), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.h):
+            x = block(x) * self.factor**index
+            torch._dynamo.graph_break()
+        return x.sum()
+
+
 def test_blocks_that_share_one_graph_are_told_apart(fresh_dynamo: None) -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x)
-
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.h = nn.ModuleList(Inner() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for index, block in enumerate(self.h):
-                x = block(x) * 10.0**index
-                torch._dynamo.graph_break()
-            return x.sum()
-
-    model, x = Blocks(), torch.randn(16, 16)
-    rows = by_tensor(te_compile.stats(model, x))
+    x = torch.randn(16, 16)
+    rows = by_tensor(te_compile.stats(Repeated(3, 10.0), x))
     assert {name for name, _ in rows} == {f"h.{index}.fc.weight" for index in range(3)}
     assert rows["h.0.fc.weight", "x"].amax == pytest.approx(float(x.abs().amax()))
     assert rows["h.0.fc.weight", "gradient"].amax != rows["h.2.fc.weight", "gradient"].amax
     assert rows["h.2.fc.weight", "gradient"].amax == pytest.approx(100)
+
+
+def test_a_gradient_is_its_own_block_s_when_backward_has_freed_those_before(fresh_dynamo: None) -> None:
+    rows = by_tensor(te_compile.stats(Repeated(30, 1.0), torch.randn(16, 16)))  # ever some, where places are reused
+    assert {name: row.elements for (name, role), row in rows.items() if role == "gradient"} == {
+        f"h.{index}.fc.weight": 16 * 16 for index in range(30)
+    }
 
 
 def test_a_result_without_a_loss_needs_one(fresh_dynamo: None) -> None:
