@@ -19,7 +19,8 @@ in place, and autograd is told, so that a backward that comes too late raises an
 Weights are cast by the scale that their history gives. Larger ones, loaded after a training, are cut off by it until a
 step has entered their amax. Copies of weights that no optimizer changes would stay so for good, for no later version
 takes their place. So these are looked at when they are made; the host waits for that, once for each change. In training
-what would be cut off is cast by its own amax. Without gradients it is cast anew when a training has run in between.
+what would be cut off is cast by its own amax. Without gradients a warning says so, and it is cast anew when a training
+has run in between.
 
 Nothing is looked up while a CUDA graph is being captured by the user: its replays would not look, so the launch is part
 of what is captured.
@@ -28,6 +29,7 @@ of what is captured.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -49,6 +51,14 @@ from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
 AMAX = OUTPUTS.index("amax")
 _ROUNDED_DOWN = 1 + 1 / 28  # of the largest E4M3 number: what is above that by less is rounded to it, as by any scale
+
+_OTHER_WEIGHTS = 2.0  # times as large as those before, which a step of an optimizer does not make them
+_CUT_OFF = (
+    "te_fp8: one of {weights} weights reaches {times:.3g} times as far as its FP8 scale, which is that of the weights "
+    "of an earlier training. Without gradients no scale is renewed: the weight is cut off, and so may activations be, "
+    "until a training step has met it. Load the FP8 state that belongs to these weights (te_compile.load_state), or "
+    'compile with recipe="current".'
+)
 
 Key = tuple[list[int], list[int], int, int]
 """Of each weight the version, and how many steps were taken; of each weight the address; the id of the first FP8 state;
@@ -178,12 +188,12 @@ class CopiesOfGroup:
             outputs = self._quantized(copies_of if self.pads else record.make, weights, rows)
             cut_off = self._cuts_off(outputs, rows)
             if cut_off and self.gives_amaxes:
-                cut_off, rows = False, None
+                rows = None
                 outputs = self._quantized(copies_of, weights, rows)
             inputs = self._chosen(outputs)
             kept = _Kept(outputs, inputs, self._refresher(outputs, weights, rows), states) if keeps else None
             if kept is not None:
-                kept.cut_off = cut_off
+                kept.cut_off = cut_off and not self.gives_amaxes
             record.known = key, kept
         return inputs
 
@@ -194,9 +204,10 @@ class CopiesOfGroup:
         if known is None or known[1:] != key[1:]:  # other addresses
             kept.refresher, kept.states = self._refresher(kept.outputs, weights, self._rows(states)), states
         kept.refresh(weights, self.gives_amaxes, force=True)
-        kept.cut_off = self._cuts_off(kept.outputs, self._rows(states))
-        if kept.cut_off and self.gives_amaxes:
-            kept.cut_off, kept.refresher = False, self._refresher(kept.outputs, weights, None)
+        cut_off = self._cuts_off(kept.outputs, self._rows(states))
+        kept.cut_off = cut_off and not self.gives_amaxes
+        if cut_off and self.gives_amaxes:
+            kept.refresher = self._refresher(kept.outputs, weights, None)
             kept.refresh(weights, self.gives_amaxes, force=True)
         for output in kept.outputs:
             torch.autograd.graph.increment_version(output)
@@ -221,13 +232,19 @@ class CopiesOfGroup:
         return rows or None
 
     def _cuts_off(self, outputs: Outputs, rows: list[Tensor] | None) -> bool:
-        """Do copies that last, cast by the scales of ``rows``, lack more of a weight than rounding takes?"""
+        """Do copies that last, cast by the scales of ``rows``, lack more of a weight than rounding takes?
+
+        Where they are not cast anew for it, a warning says so, if it is more than what a step of an optimizer does.
+        """
         if not rows or not self.group.lasting:
             return False
         layout = self.group.layout
-        most = torch.finfo(layout.dtype).max * max(1.0, 2.0**-layout.rule.margin) * _ROUNDED_DOWN
+        most = torch.finfo(layout.dtype).max * max(1.0, 2.0**-layout.rule.margin)
         reached = outputs[AMAX] * snapshot_reference(rows)
-        return bool((reached.isfinite() & (reached > most)).any())
+        times = float((reached / most).nan_to_num(0.0, posinf=0.0).max())
+        if times > _OTHER_WEIGHTS and not self.gives_amaxes:
+            warnings.warn(_CUT_OFF.format(times=times, weights=len(rows)), stacklevel=2)
+        return times > _ROUNDED_DOWN
 
     def _quantized(self, make: Callable[..., Outputs], weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
         layout, chosen = self.group.layout, self.group.implementations

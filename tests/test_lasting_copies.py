@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -63,6 +64,18 @@ def test_what_an_evaluation_cut_off_is_right_as_soon_as_a_step_of_training_knows
     """Frozen weights that are loaded, evaluated, trained around, and evaluated again."""
     assert trained.evaluate() < 0.1
     trained.load(20.0)
-    assert trained.evaluate() > 0.5  # delayed scaling has not met them
-    trained.train(2)
-    assert trained.evaluate() < 0.1
+    with pytest.warns(UserWarning, match="reaches 20 times as far as its FP8 scale"):
+        assert trained.evaluate() > 0.5  # delayed scaling has not met them
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing is cut off any more
+        trained.train(2)
+        assert trained.evaluate() < 0.1
+
+
+def test_weights_that_a_step_made_a_little_larger_are_no_other_weights() -> None:
+    """An evaluation between two steps casts them by the scale of the last one, as any recipe with a history does."""
+    trained = Trained()
+    trained.load(1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained.evaluate()
