@@ -17,6 +17,7 @@ keeps PyTorch's.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, value_of
@@ -55,25 +57,39 @@ _CUDNN_FIRST = sorted(_UNTOUCHED_ORDER, key=lambda value: value != SDPBackend.CU
 """PyTorch's order with a newer cuDNN."""
 
 
+@functools.cache
+def _settle_order() -> None:
+    """Ask PyTorch for a kernel: at the first time it settles its order, by the cuDNN that it finds."""
+    if torch.cuda.is_available():
+        with _disable_current_modes():  # a fake tensor's device is none to ask on
+            heads = torch.empty(1, 1, _SAFE_LENGTHS, 64, dtype=torch.bfloat16, device="cuda")
+            torch._fused_sdp_choice(heads, heads, heads)
+
+
+def order_of_kernels() -> list[int]:
+    """The numbers of PyTorch's kernels for attention, in the order in which it asks whether they can run."""
+    _settle_order()
+    order: list[int] = torch._C._get_sdp_priority_order()
+    return order
+
+
 def _takes_flash_first() -> bool:
     """Is PyTorch's order the one of a process whose cuDNN is too old, and has the user left it at that?"""
     if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "0":
         return False
-    order: list[int] = torch._C._get_sdp_priority_order()
-    return order == _UNTOUCHED_ORDER and cudnn_version() >= _OLDEST
+    return order_of_kernels() == _UNTOUCHED_ORDER and cudnn_version() >= _OLDEST
 
 
 def _takes_its_own_order() -> bool:
     """Has the user left PyTorch's choice among its kernels as it is?"""
     backends = torch.backends.cuda
     every = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled)
-    order: list[int] = torch._C._get_sdp_priority_order()
-    return all(each() for each in every) and order in (_UNTOUCHED_ORDER, _CUDNN_FIRST)
+    return all(each() for each in every) and order_of_kernels() in (_UNTOUCHED_ORDER, _CUDNN_FIRST)
 
 
 def _takes_cudnn_first() -> bool:
     """Does PyTorch ask cuDNN before flash, whoever has said so?"""
-    order: list[int] = torch._C._get_sdp_priority_order()
+    order = order_of_kernels()
     cudnn, flash = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.FLASH_ATTENTION.value
     return torch.backends.cuda.cudnn_sdp_enabled() and order.index(cudnn) < order.index(flash)
 

@@ -3,6 +3,8 @@ gradients, by the kernels that were chosen."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -135,3 +137,19 @@ def test_a_folded_mask_counts_from_the_first_key_where_there_are_more(
     got, wanted = (torch.autograd.grad(each, [x, *model.parameters()], dy) for each in (y, expected))
     assert cosine(y, expected) > 0.9999
     assert all(cosine(one, other) > 0.999 for one, other in zip(got, wanted, strict=True))
+
+
+ASKED_FIRST = """
+import torch
+from torch._subclasses import FakeTensorMode
+from te_compile.passes.attention_kernels import order_of_kernels
+with FakeTensorMode():
+    found = order_of_kernels()
+q = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+torch._fused_sdp_choice(q, q, q)
+assert found == torch._C._get_sdp_priority_order(), found
+"""
+
+
+def test_the_order_of_kernels_is_the_settled_one_in_a_process_that_ran_no_attention() -> None:
+    subprocess.run([sys.executable, "-c", ASKED_FIRST], check=True, timeout=300)
