@@ -20,7 +20,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import called, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, called, value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
@@ -47,7 +47,7 @@ _ARITHMETIC = {
     "itruediv",
 }  # fmt: skip
 _ROUTING = {"topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax"}
-_PICKS = {"topk", "argmax", "argmin", "argsort", "multinomial"}
+_PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
 
 
@@ -90,6 +90,8 @@ def _picks(node: Node) -> bool:
     if _name(node) in _PICKS_WITH_VALUES:
         places = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
         return any(user.users for user in places) or any(called(user) == "indices" for user in node.users)
+    if _name(node) == "gumbel_softmax":
+        return bool(argument(node, 2, "hard", False))
     return _name(node) in _PICKS
 
 

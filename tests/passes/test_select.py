@@ -223,6 +223,8 @@ ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "experts choose": lambda scores: scores.T.softmax(-1).topk(3).indices,
     "some are masked": lambda scores: scores.masked_fill(torch.arange(32) > 20, float("-inf")).topk(2).indices,
     "sorted": lambda scores: scores.sort(dim=-1, descending=True)[1][:, :2],
+    "above the least of the largest": lambda scores: scores >= scores.kthvalue(31, dim=-1, keepdim=True).values,
+    "drawn with a gradient": lambda scores: F.gumbel_softmax(scores, hard=True),
     "drawn": lambda scores: torch.multinomial(scores.softmax(-1), 2),
 }
 
@@ -239,6 +241,11 @@ def test_the_largest_values_alone_are_no_pick() -> None:
     fc = nn.Linear(32, 32)
     assert verdict(lambda x: fc(x).max(dim=1)[0], torch.randn(2, 10, 32)).status == "fp8"
     assert verdict(lambda x: fc(x).sort(dim=1).values, torch.randn(2, 10, 32)).status == "fp8"
+
+
+def test_a_draw_that_mixes_all_is_no_pick() -> None:
+    fc = nn.Linear(32, 32)
+    assert verdict(lambda x: F.gumbel_softmax(fc(x), tau=0.5), torch.randn(10, 32)).status == "fp8"
 
 
 # --- support -------------------------------------------------------------------------------------------------------
