@@ -38,6 +38,7 @@ _LOSSES = {
     torch.logsumexp, "logsumexp", CROSS_ENTROPY,
 }  # fmt: skip
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
+_ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _SAME_VALUES = {
     "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
     "getitem", "bfloat16", "half", "double", "movedim", "unflatten", "t", "T", "mT", "detach", "clone",
@@ -85,6 +86,10 @@ def _are_still_logits(node: Node) -> bool:
     return sum(each.dim() == result.dim() and all_same(each.shape, result.shape) for each in numbers) < 2
 
 
+def _is_loss(node: Node) -> bool:
+    return node.target in _LOSSES or _name(node) in _ATEN_LOSSES
+
+
 def _picks(node: Node) -> bool:
     """Does ``node`` say where the largest or smallest are?"""
     if _name(node) in _PICKS_WITH_VALUES:
@@ -112,7 +117,7 @@ def by_head(site: Site, options: Options) -> Verdict:
         why = "its weight is tied to an embedding"
     elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
-    elif any(user.target in _LOSSES for user in _reached(site.node, _are_still_logits)):
+    elif any(_is_loss(user) for user in _reached(site.node, _are_still_logits)):
         why = "its result goes into the loss"
     else:
         return None

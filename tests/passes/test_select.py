@@ -111,11 +111,12 @@ def test_the_output_of_a_part_of_the_model_is_no_head() -> None:
     assert verdict(nn.Sequential(Calls(block)), torch.randn(5, 32)).status == "fp8"
 
 
-def test_a_head_by_the_loss_that_reads_it() -> None:
+@pytest.mark.parametrize("loss", [F.cross_entropy, torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss])
+def test_a_head_by_the_loss_that_reads_it(loss: Callable[..., Tensor]) -> None:
     fc = nn.Linear(32, 48)
 
     def run(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(fc(x).float().view(-1, 48), target)
+        return loss(fc(x).float().view(-1, 48), target)
 
     site = verdict(run, torch.randn(2, 5, 32), torch.randint(0, 48, (10,)))
     assert site.cause is Cause.RULE and "loss" in site.reason
