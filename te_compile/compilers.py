@@ -188,6 +188,7 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
 
     def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         passes(joint.graph)
+        _return_no_views(joint.graph)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
@@ -205,6 +206,17 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
         keep_inference_input_mutations=True,
     )
     return compiler(gm, list(inputs))
+
+
+def _return_no_views(graph: Graph) -> None:
+    """Return what passes made a view of a result as a tensor of its own, as Inductor does.
+
+    Autograd lets nobody change a view in place that a function returns. AOTAutograd makes those that the model returns
+    itself, outside of the graph, and knows nothing of others: a sum that its product's view took the place of.
+    """
+    for result in graph.output_node().all_input_nodes:
+        if result.target is torch.ops.aten.view.default:
+            result.target = torch.ops.aten._unsafe_view.default
 
 
 def _drawing_as_eager_does() -> dict[Any, Callable[..., Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
 from te_compile.state_files import state_dict
-from tests.compiling import compiled, error_but_for_ties, relative_error, train_step
+from tests.compiling import compiled, cosine, error_but_for_ties, relative_error, train_step
 from tests.emulation import emulated, emulated_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -303,6 +304,31 @@ def test_a_result_that_is_changed_in_place() -> None:
     got, got_gradients = train_step(model, compiled(model), x)
     assert relative_error(got, expected) < 1e-2
     assert all(relative_error(got_gradients[name], g) < 5e-2 for name, g in expected_gradients.items())
+
+
+RETURNED: dict[str, Callable[[nn.Module, nn.Module, Tensor], tuple[Tensor, ...]]] = {
+    "a residual sum": lambda a, b, x: (x + a(x),),
+    "two of them": lambda a, b, x: (x + a(x) + b(x),),
+    "what a frozen linear reads": lambda a, b, x: (h := F.gelu(a(x)), b(h)),
+}
+
+
+@pytest.mark.parametrize("what", RETURNED)
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_was_returned_may_be_changed_in_place(what: str, compiler: str) -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False)
+
+    def step(run: Callable[..., Any]) -> list[Tensor]:
+        a.zero_grad()
+        results = run(a, b, x)
+        results[0].mul_(2.0)
+        sum(result.square().mean() for result in results).backward()
+        return [*(result.detach() for result in results), a.weight.grad.clone()]
+
+    x = torch.randn(2, 6, 32)
+    expected = step(lambda a, b, x: tuple(result.clone() for result in RETURNED[what](a, b, x)))
+    got = step(compiled(RETURNED[what], compiler=compiler))
+    assert all(cosine(*each) > 0.99 for each in zip(got, expected, strict=True))
 
 
 def test_a_region_without_gradients_inside_a_training_graph() -> None:
