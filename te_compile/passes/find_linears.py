@@ -56,6 +56,7 @@ _PRODUCTS: dict[Any, str] = {
 }
 _PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "inner", "addbmm", "addmm_", "baddbmm_", "addbmm_"}
 _MATRIX_PRODUCTS = ("matmul", "mm")
+_PRODUCTS_WITH_ADDEND = ("addmm", "baddbmm", "addbmm")
 
 STAYS_CLOSED = "te_stays_closed"
 """Meta key: why a pass that could have opened this opaque product into linears left it."""
@@ -127,16 +128,18 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     known = node.target in _PRODUCTS if node.op == "call_function" else node.target in _PRODUCT_METHODS
     if not known:
         return None
-    parameters = [r for n in node.all_input_nodes if (r := weights.owner(n, region)) is not None]
+    form = _PRODUCTS[node.target] if node.op == "call_function" else str(node.target)
+    added = argument(node, 0, "input") if form.removesuffix("_") in _PRODUCTS_WITH_ADDEND else None
+    parameters = [r for n in node.all_input_nodes if n is not added and (r := weights.owner(n, region)) is not None]
     matrices = [w for w in parameters if value_of(w).dim() >= 2]
     if not matrices:
         return None
-    form = _PRODUCTS[node.target] if node.op == "call_function" else str(node.target)
-    shape = [size_hint(size) for size in value_of(matrices[0]).shape]
+    weight = max(matrices, key=lambda w: math.prod(map(size_hint, value_of(w).shape)))  # not attention's bias_k, a row
+    shape = [size_hint(size) for size in value_of(weight).shape]
     result = value_of(node)
     result = result[0] if isinstance(result, (tuple, list)) else result
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
-    site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=matrices[0])
+    site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
     why = node.meta.get(STAYS_CLOSED, in_general)

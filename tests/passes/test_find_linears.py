@@ -232,6 +232,22 @@ def test_a_product_of_two_activations_is_no_linear() -> None:
     assert not plan.sites
 
 
+@pytest.mark.parametrize("bias", [(40, 48), (40, 1), (1, 48)])
+def test_an_addmm_with_a_matrix_added_is_reported_by_its_weight(bias: tuple[int, int]) -> None:
+    added = nn.Parameter(torch.randn(*bias))
+    site = only_site(With(lambda x, w, b: torch.addmm(added, x, w), 32, 48), torch.randn(40, 32))
+    assert (site.features, site.status) == ((32, 48), "kept") and "addmm" in site.reason
+
+
+@pytest.mark.parametrize("kdim", [None, 48])
+def test_an_attention_with_keys_of_its_own_is_reported_by_its_projections(kdim: int | None) -> None:
+    """And not by the one row of keys, which would be too narrow."""
+    model = nn.MultiheadAttention(32, 2, add_bias_kv=True, kdim=kdim)
+    keys = torch.randn(5, 3, kdim or 32)
+    site = only_site(lambda q, k, v: model(q, k, v)[0], torch.randn(5, 3, 32), keys, torch.randn(5, 3, 32))
+    assert min(site.features) >= 32
+
+
 def test_an_opaque_attention_is_reported() -> None:
     model = nn.MultiheadAttention(32, 2, batch_first=True)
     _, plan = regions_and_plan(lambda x: model(x, x, x)[0], torch.randn(2, 5, 32))
