@@ -9,12 +9,13 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.ops.quantize import ALIGNMENT
@@ -100,20 +101,23 @@ def _picks(node: Node) -> bool:
     return _name(node) in _PICKS
 
 
+def _is_table(weight: Node) -> bool:
+    return any(user.target in (F.embedding, torch.embedding) for user in weight.users)
+
+
 def by_user(site: Site, options: Options) -> Verdict:
     """``include`` and ``exclude``."""
     reason = options.why_excluded(site.name, site)
     return (Cause.USER, reason) if reason else None
 
 
-def by_head(site: Site, options: Options) -> Verdict:
-    """The projection to logits: its errors reach the loss directly."""
+def by_head(site: Site, options: Options, tables: Container[Node | None] = ()) -> Verdict:
+    """The projection to logits: its errors reach the loss directly. ``tables``: the parameters that embeddings read."""
     if options.lm_head:
         return None
     last = site.name.rpartition(".")[2]
     weight = site.root_weight or site.weight
-    tied = weight is not None and any(user.target in (F.embedding, torch.embedding) for user in weight.users)
-    if tied:
+    if weight is not None and (weight in tables or _is_table(weight)):
         why = "its weight is tied to an embedding"
     elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
@@ -209,6 +213,18 @@ def by_cost(site: Site, options: Options) -> Verdict:
     return Cause.RULE, f"too small to gain: {times}; cost_model=False forces it"
 
 
+_TABLES = WeakIdKeyDictionary()
+"""The parameters that an embedding reads in a graph captured so far: a graph break may part it from the head."""
+
+
+def embedding_tables(plan: Plan) -> set[Node | None]:
+    """The parameters of ``plan`` that embeddings read, in this graph or in one before it."""
+    for node, parameter in plan.parameters.items():
+        if _is_table(node):
+            _TABLES[parameter] = True
+    return {node for node, parameter in plan.parameters.items() if parameter in _TABLES}
+
+
 RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device, by_cost)
 """Asked in this order: what the user said first, support before speed."""
 
@@ -218,11 +234,12 @@ _WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)
 
 def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
+    tables = embedding_tables(plan)
     for site in plan.sites:
         for rule in RULES:
             if site.cause is not None and rule not in _WHATEVER_THE_SUPPORT:
                 break
-            verdict = rule(site, options)
+            verdict = by_head(site, options, tables) if rule is by_head else rule(site, options)
             if verdict is not None:
                 site.cause, site.reason = verdict
                 break

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from te_compile.ops import registry
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes import select
+from te_compile.passes import manager, select
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.plan import Cause, Plan, Site, StrictError
@@ -22,6 +22,7 @@ from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
 from te_compile.passes.speed import gain_microseconds
 from tests.capturing import captured, regions_and_plan
+from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -109,6 +110,25 @@ def test_the_output_of_a_part_of_the_model_is_no_head() -> None:
     block = nn.Module()
     block.output = nn.Linear(32, 48)
     assert verdict(nn.Sequential(Calls(block)), torch.randn(5, 32)).status == "fp8"
+
+
+def test_a_head_whose_embedding_is_behind_a_graph_break() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fc, self.out = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48)
+            self.out.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids)
+            torch._dynamo.graph_break()
+            return self.out(self.fc(x))
+
+    with manager.recording() as records, torch.no_grad():
+        compiled(Tied())(torch.randint(0, 48, (2, 5)))
+    sites = {site.name: site for record in records for site in record.plan.sites}
+    assert sites["fc"].status == "fp8"
+    assert sites["out"].cause is Cause.RULE and "tied" in sites["out"].reason
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss])
