@@ -27,6 +27,7 @@ from te_compile.inspect.statistics import figures
 from te_compile.inspect.target import fresh, uncompiled, undisturbed
 from te_compile.ops.gemm import GEMM
 from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
+from te_compile.ops.linear import weight_padding
 from te_compile.ops.quantize import QUANTIZE
 from te_compile.ops.scaling import HISTORY, UPDATE_SCALES
 from te_compile.options import Options
@@ -68,18 +69,22 @@ class Measuring(TorchDispatchMode):
         if func is QUANTIZE:
             x, _, dtype = args[:3]
             scale = out[3].reciprocal()
-            self._last.quantized = figures(x, scale, dtype), scale
+            self._last.quantized = [*self._waiting()[-1:], (figures(x, scale, dtype), scale)]
         elif func in _PRODUCTS:
             self._note(args)
         return out
 
+    def _waiting(self) -> list[tuple[Tensor, Tensor]]:
+        """Figures and scale of the last two that were quantised and are in no product yet."""
+        return getattr(self._last, "quantized", [])
+
     def _note(self, args: tuple[Any, ...]) -> None:
-        codes, a_scale_inv, b_scale_inv, label = args[1], args[2], args[3], args[7]
+        a_scale_inv, b_scale_inv, label = args[2], args[3], args[7]
         name, _, product = label.rpartition(" ")
-        last, self._last.quantized = getattr(self._last, "quantized", None), None
-        if last is None:  # the second product of one gradient
+        waiting, self._last.quantized = self._waiting(), []
+        if not waiting:  # the second product of one gradient
             return
-        measured, scale = last
+        measured, scale = waiting[-1]
         if product != "forward":
             owners = (self._owner.get((name, each.data_ptr())) for each in (a_scale_inv, b_scale_inv))
             weight = next((each for each in owners if each is not None), None)
@@ -92,16 +97,26 @@ class Measuring(TorchDispatchMode):
             self._owner[name, each.data_ptr()] = weight
             self._held.append(each)
         self._add(weight, name, "x", measured, scale)
-        if (id(weight), name, "w") not in self.found:
-            weight_scale = b_scale_inv.reciprocal()
-            self._add(weight, name, "w", figures(weight, weight_scale, codes.dtype), weight_scale)
+        quantized, weight_scale = waiting[0]  # what the product reads, which may be computed from the parameter
+        self._add(weight, name, "w", _without_padding(quantized, weight), weight_scale)
 
     def _add(self, weight: nn.Parameter | None, name: str, role: str, measured: Tensor, scale: Tensor) -> None:
         if weight is not None:
             key = (id(weight), name, role)
             self.parameters[id(weight)] = weight
             self.found.setdefault(key, []).append(measured)
-            self.scales.setdefault(key, scale)
+            known = self.scales.get(key, scale)
+            self.scales[key] = torch.minimum(known, scale)  # the largest amax of several tensors has the smallest
+
+
+def _without_padding(found: Tensor, weight: nn.Parameter) -> Tensor:
+    """The figures of a weight that was quantised whole: of the zeros around it only their number shows, as elements."""
+    if weight.dim() < 2:
+        return found
+    rows, columns = weight_padding(weight)
+    whole = weight[..., :1, :1].numel() * (weight.shape[-2] + rows) * (weight.shape[-1] + columns)
+    added = torch.where(found[1] == whole, whole - weight.numel(), 0)
+    return torch.cat([found[:1], found[1:2] - added, found[2:]])
 
 
 class _Graph:

@@ -229,6 +229,50 @@ def test_a_gradient_is_its_own_block_s_when_backward_has_freed_those_before(fres
     }
 
 
+class Computed(nn.Module):
+    """Two linears by slices of one parameter, one of them scaled up, and one by a masked parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.masked = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(16, 16))
+        self.mask: Tensor
+        self.register_buffer("mask", (torch.rand(16, 16) > 0.5) * 100.0)
+        self.both.data[16:] *= 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.both[:16]) + F.linear(x, self.both[16:])
+        return F.linear(y, self.masked * self.mask).square().sum()
+
+
+def test_a_weight_that_is_computed_is_measured_as_it_is_quantised(fresh_dynamo: None) -> None:
+    model = Computed()
+    rows = by_tensor(te_compile.stats(model, torch.randn(16, 16), options={"recipe": "current"}))
+    assert rows["masked", "w"].amax == pytest.approx(float((model.masked * model.mask).abs().amax()))
+    assert rows["both", "w"].amax == pytest.approx(float(model.both.abs().amax()))
+    for name in ("both", "masked"):  # by a scale of its own each
+        row = rows[name, "w"]
+        assert row.sqnr is not None and row.sqnr > 28 and row.overflow == 0, row
+
+
+def test_padding_of_a_weight_is_not_measured(fresh_dynamo: None) -> None:
+    rows = by_tensor(te_compile.stats(nn.Linear(20, 24), torch.randn(16, 20), loss=lambda out: out.sum()))
+    assert rows["weight", "w"].elements == 20 * 24
+
+
+class Thrice(Inner):
+    """One linear for tensors of three sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x) + self.fc(100 * x) + self.fc(x / 100)).square().sum()
+
+
+def test_the_scale_of_several_tensors_is_that_of_the_largest(fresh_dynamo: None) -> None:
+    x = torch.randn(16, 16)
+    row = by_tensor(te_compile.stats(Thrice(), x, options={"recipe": "current"}))["fc.weight", "x"]
+    assert row.amax == pytest.approx(100 * float(x.abs().amax()))
+    assert row.scale == pytest.approx(448 / row.amax) and row.headroom == pytest.approx(0, abs=1e-5)
+
+
 def test_a_result_without_a_loss_needs_one(fresh_dynamo: None) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(16, 16)
     with pytest.raises(ValueError, match=r"shape \[16, 16\].*give loss="):
