@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from te_compile import state
 from te_compile.backend import rewrite
 from te_compile.inspect.statistics import figures
-from te_compile.inspect.target import fresh, uncompiled, undisturbed
+from te_compile.inspect.target import fresh, modules_of, uncompiled, undisturbed
 from te_compile.ops.gemm import GEMM
 from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.linear import weight_padding
@@ -186,8 +187,10 @@ def measure(
         out = compiled(*own_args, **own_kwargs)
         if torch.is_grad_enabled():
             value = _scalar(out, loss)
+            given = [*tree_leaves((own_args, own_kwargs)), *mode.parameters.values()]
+            owners = [each for module in modules_of(target, own_args, own_kwargs) for each in module.parameters(False)]
             with mode:
-                _backward(value, target)
+                _backward(value, [*owners, *given])
     return mode
 
 
@@ -225,10 +228,10 @@ def _scalar(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     )
 
 
-def _backward(value: Tensor, target: Callable[..., Any]) -> None:
+def _backward(value: Tensor, inputs: Sequence[Any]) -> None:
     """Run the backward pass for what it quantises; nobody's ``.grad`` changes and no hook on one fires."""
-    owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
-    parameters = list(owner.parameters()) if isinstance(owner, nn.Module) else []
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    wanted = list({id(each): each for each in wanted}.values())
+    lent = any(each.grad_fn is not None for each in wanted)  # the graph behind it is the caller's and must outlive this
     if value.requires_grad and wanted:
-        torch.autograd.grad(value, wanted, allow_unused=True)
+        torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=lent)

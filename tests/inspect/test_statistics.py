@@ -273,6 +273,26 @@ def test_the_scale_of_several_tensors_is_that_of_the_largest(fresh_dynamo: None)
     assert row.scale == pytest.approx(448 / row.amax) and row.headroom == pytest.approx(0, abs=1e-5)
 
 
+def test_gradients_of_a_function_are_measured(fresh_dynamo: None) -> None:
+    model, x = Inner(), torch.randn(16, 16)
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).sum() * 3
+
+    rows = te_compile.stats(step, x).rows
+    assert [row.amax for row in rows if row.role == "gradient"] == [3]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_that_pass_frozen_linears_are_measured(fresh_dynamo: None) -> None:
+    before = nn.Linear(16, 16)
+    x = before(torch.randn(16, 16)).exp()  # whose graph is the caller's
+    rows = by_tensor(te_compile.stats(Inner().requires_grad_(False), x, loss=lambda out: out.sum() * 3))
+    assert rows["fc.weight", "gradient"].amax == 3
+    x.sum().backward()
+    assert before.weight.grad is not None
+
+
 def test_a_result_without_a_loss_needs_one(fresh_dynamo: None) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(16, 16)
     with pytest.raises(ValueError, match=r"shape \[16, 16\].*give loss="):
