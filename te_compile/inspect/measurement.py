@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -234,4 +235,19 @@ def _backward(value: Tensor, inputs: Sequence[Any]) -> None:
     wanted = list({id(each): each for each in wanted}.values())
     lent = any(each.grad_fn is not None for each in wanted)  # the graph behind it is the caller's and must outlive this
     if value.requires_grad and wanted:
-        torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=lent)
+        with _without_hooks(wanted):
+            torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=lent)
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, no hook on the gradients of ``tensors`` fires: autograd.grad calls those of what it is asked for."""
+    hooks = [each._backward_hooks for each in tensors if each._backward_hooks]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)

@@ -293,6 +293,16 @@ def test_gradients_that_pass_frozen_linears_are_measured(fresh_dynamo: None) -> 
     assert before.weight.grad is not None
 
 
+def test_hooks_on_gradients_hear_nothing_of_a_measurement(fresh_dynamo: None) -> None:
+    model, x, heard = Inner(), torch.randn(16, 16, requires_grad=True), []
+    for name, tensor in (("weight", model.fc.weight), ("x", x)):
+        tensor.register_hook(lambda grad, name=name: heard.append(name))
+    te_compile.stats(model, x, loss=lambda out: out.sum())
+    assert heard == []
+    model(x).sum().backward()
+    assert sorted(heard) == ["weight", "x"]
+
+
 def test_a_result_without_a_loss_needs_one(fresh_dynamo: None) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(16, 16)
     with pytest.raises(ValueError, match=r"shape \[16, 16\].*give loss="):
