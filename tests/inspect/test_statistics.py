@@ -293,6 +293,19 @@ def test_gradients_that_pass_frozen_linears_are_measured(fresh_dynamo: None) -> 
     assert before.weight.grad is not None
 
 
+class Branching(Inner):
+    """A linear, and behind it a choice that the values make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (y,)).sum()
+
+
+def test_a_model_with_control_flow_is_measured(fresh_dynamo: None) -> None:
+    rows = by_tensor(te_compile.stats(Branching(), torch.randn(16, 16)))
+    assert set(rows) == {("fc.weight", role) for role in ("x", "w", "gradient")}
+
+
 def test_hooks_on_gradients_hear_nothing_of_a_measurement(fresh_dynamo: None) -> None:
     model, x, heard = Inner(), torch.randn(16, 16, requires_grad=True), []
     for name, tensor in (("weight", model.fc.weight), ("x", x)):
