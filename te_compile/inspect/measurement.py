@@ -59,6 +59,7 @@ class Measuring(TorchDispatchMode):
         self.scales: dict[tuple[int, str, str], Tensor] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self.running: dict[str, nn.Parameter] = {}  # by linear, of the graph that runs forward now
+        self.places: dict[int, nn.Parameter] = {}  # every one that ran, by its place: what recomputes tells no graph
         self._owner: dict[tuple[str, int], nn.Parameter] = {}
         self._held: list[Tensor] = []  # whose places tell owners: backward frees them, and none may be given away
         self._last = threading.local()  # autograd has a thread for each device
@@ -73,13 +74,13 @@ class Measuring(TorchDispatchMode):
         if func is QUANTIZE:
             x, _, dtype = args[:3]
             scale = out[3].reciprocal()
-            self._last.quantized = [*self._waiting()[-1:], (figures(x, scale, dtype), scale)]
+            self._last.quantized = [*self._waiting()[-1:], (figures(x, scale, dtype), scale, x.data_ptr())]
         elif func in _PRODUCTS:
             self._note(args)
         return out
 
-    def _waiting(self) -> list[tuple[Tensor, Tensor]]:
-        """Figures and scale of the last two that were quantised and are in no product yet."""
+    def _waiting(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Figures, scale and place of the last two that were quantised and are in no product yet."""
         return getattr(self._last, "quantized", [])
 
     def _note(self, args: tuple[Any, ...]) -> None:
@@ -88,20 +89,20 @@ class Measuring(TorchDispatchMode):
         waiting, self._last.quantized = self._waiting(), []
         if not waiting:  # the second product of one gradient
             return
-        measured, scale = waiting[-1]
+        measured, scale, _ = waiting[-1]
         if product != "forward":
             owners = (self._owner.get((name, each.data_ptr())) for each in (a_scale_inv, b_scale_inv))
             weight = next((each for each in owners if each is not None), None)
             self._add(weight, name, "gradient", measured, scale)
             return
-        weight = self.running.get(name)
+        quantized, weight_scale, place = waiting[0]  # what the product reads, which may be computed from the parameter
+        weight = self.places.get(place, self.running.get(name))
         if weight is None:
             return
         for each in (a_scale_inv, b_scale_inv):
             self._owner[name, each.data_ptr()] = weight
             self._held.append(each)
         self._add(weight, name, "x", measured, scale)
-        quantized, weight_scale = waiting[0]  # what the product reads, which may be computed from the parameter
         self._add(weight, name, "w", _without_padding(quantized, weight), weight_scale)
 
     def _add(self, weight: nn.Parameter | None, name: str, role: str, measured: Tensor, scale: Tensor) -> None:
@@ -140,6 +141,7 @@ class _Graph:
         """Run operator by operator, as the lowered graph stands."""
         weights = [args[position] for position in self.positions]
         self.mode.running = {name: weights[index] for name, index in self.owners.items()}
+        self.mode.places.update((each.data_ptr(), each) for each in self.mode.running.values())
         with self.mode:  # here and in backward alone: Dynamo captures nothing under a mode
             return self.gm(*self._states(weights), *args)
 

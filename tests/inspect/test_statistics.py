@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_compile
 from te_compile.backend import te_fp8
@@ -291,6 +292,31 @@ def test_gradients_that_pass_frozen_linears_are_measured(fresh_dynamo: None) -> 
     assert rows["fc.weight", "gradient"].amax == 3
     x.sum().backward()
     assert before.weight.grad is not None
+
+
+class Recomputed(Repeated):
+    """The same, each block checkpointed in a graph of its own."""
+
+    def __init__(self, blocks: int, factor: float) -> None:
+        super().__init__(blocks, factor)
+        self.h = nn.ModuleList(Checkpointed() for _ in range(blocks))
+
+
+class Checkpointed(Inner):
+    """A linear that backward runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = checkpoint(super().forward, x, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_a_gradient_of_what_is_recomputed_is_its_own_block_s(fresh_dynamo: None) -> None:
+    rows = by_tensor(te_compile.stats(Recomputed(3, 10.0), torch.randn(16, 16)))
+    assert {name: row.elements for (name, role), row in rows.items() if role == "gradient"} == {
+        f"h.{index}.fc.weight": 16 * 16 for index in range(3)
+    }
+    assert rows["h.2.fc.weight", "gradient"].amax == pytest.approx(100)
 
 
 class Branching(Inner):
