@@ -91,6 +91,22 @@ def test_in_inference_the_loss_with_labels_is_compared_too(change: float, outcom
     assert outcome == "ok" or finding.complaints[0].startswith("loss with labels off by"), finding
 
 
+class _Certain(_Classifier):
+    """It knows every label, and rounds that elsewhere where it is compiled."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, loss = super().forward(x, labels)
+        return y, None if loss is None else 0 * loss + (4e-7 if torch.compiler.is_compiling() else 0.0)
+
+
+def test_a_loss_of_next_to_nothing_is_all_rounding() -> None:
+    def build(setting: Setting) -> Case:
+        labels = {"labels": torch.randint(0, 32, (8,))} if setting.train else {}
+        return Case(_Certain(1.0), {"x": torch.randn(8, 32), **labels})
+
+    assert examine(Architecture("certain", "torch", build), Setting(train=False)).outcome == "ok"
+
+
 def test_a_model_without_labels_has_no_loss_of_its_own() -> None:
     assert examine(GOOD, Setting(train=False)).labelled_loss_error is None
 
