@@ -9,7 +9,8 @@
 // together too much for a block. So a cluster of blocks shares 32 rows, each block holding its part of the columns in
 // shared memory, and works its way through the matrix, 32 rows a turn. In a turn each warp of a block
 //
-//   1. reduces two rows to a mean and a sum of squares about that mean, and sends both to every block of the cluster;
+//   1. reduces two rows to a mean and a sum of squares about that mean, and sends both to every block of the cluster
+//      (a block that has whole rows keeps them);
 //   2. once all parts of a turn have come merges them, a row a lane;
 //   3. normalises, casts and stores: a thread has four neighbouring columns of 16 rows, so that a run of qt is 16 bytes
 //      from each of two threads, and q is written in runs of 64 bytes.
@@ -331,7 +332,7 @@ __device__ void cast(const Task& task, const uint8_t* tile, int pitch, int64_t f
 /// What the blocks of a cluster and the warps of a block share.
 struct Shared {
   Part parts[2][kLargestCluster * kRows];
-  uint64_t told[2];           // all parts of a turn have come
+  uint64_t told[2];           // all parts of a turn have come: their bytes, or in a block of whole rows an arrival each
   uint64_t filled[kStages];   // all rows of a turn have come
   uint64_t emptied[kStages];  // all warps are done with them
   float2 statistics[kWarps][kRows];  // of each warp alone: reading them costs less than shuffles
@@ -383,6 +384,11 @@ __device__ void load_rows(const Task& task, const Walk& walk, Shared& shared, ui
   }
 }
 
+/// Whether a block has whole rows. Then nothing is sent: such stores are for clusters of two blocks and more.
+__device__ bool alone(const Task& task) { return task.blocks_of_cluster == 1; }
+
+__device__ uint32_t bytes_of_parts(const Task& task) { return task.blocks_of_cluster * kRows * sizeof(Part); }
+
 /// Step 1.
 template <typename T, bool Centre>
 __device__ void reduce_rows(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages, int turn) {
@@ -399,23 +405,27 @@ __device__ void reduce_rows(const Task& task, const Walk& walk, Shared& shared, 
     const float2 part = make_float2(upper ? first.mean : second.mean, upper ? first.squares : second.squares);
     const int block = blockIdx.x % task.blocks_of_cluster;
     const int row = warp * kRowsOfWarp + lane / kLargestCluster;
-    send(part, &shared.parts[turn % 2][block * kRows + row], &shared.told[turn % 2], other);
+    Part* const place = &shared.parts[turn % 2][block * kRows + row];
+    if (alone(task)) {
+      *place = {part.x, part.y};
+      arrive(&shared.told[turn % 2]);
+    } else {
+      send(part, place, &shared.told[turn % 2], other);
+    }
   }
 }
 
-__device__ void start_barriers(Shared& shared, uint32_t bytes_told) {
+__device__ void start_barriers(const Task& task, Shared& shared) {
   for (int i = 0; i < kStages; ++i) {
     start_barrier(&shared.filled[i], 1);
     start_barrier(&shared.emptied[i], kWarps);
   }
   for (uint64_t& barrier : shared.told) {
-    start_barrier(&barrier, 1);
-    expect_bytes(&barrier, bytes_told);
+    start_barrier(&barrier, alone(task) ? kRows : 1);
+    if (!alone(task)) expect_bytes(&barrier, bytes_of_parts(task));
   }
   publish_barriers();
 }
-
-__device__ uint32_t bytes_of_parts(const Task& task) { return task.blocks_of_cluster * kRows * sizeof(Part); }
 
 /// A working warp.
 template <typename T, bool Centre, bool RoundFirst>
@@ -448,7 +458,8 @@ __device__ void work(const Task& task, const Walk& walk, Shared& shared, uint8_t
     float2* const statistics = shared.statistics[warp];
     statistics[lane] = make_float2(-statistic.x * statistic.y, statistic.y);
     // The others send parts of turn + 2 only after they have had this block's of turn + 1, which follow.
-    if (threadIdx.x == 0 && turn + 2 < turns) expect_bytes(&shared.told[turn % 2], bytes_of_parts(task));
+    const bool more = turn + 2 < turns && !alone(task);
+    if (threadIdx.x == 0 && more) expect_bytes(&shared.told[turn % 2], bytes_of_parts(task));
     __syncwarp();
     if (turn + 1 < turns) reduce_rows<T, Centre>(task, walk, shared, stages, turn + 1);
     const uint8_t* tile = walk.stage(stages, turn);
@@ -472,7 +483,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_quantize_kernel(const __grid
   __shared__ Shared shared;
   if (task.measuring && task.scale != nullptr && *task.scale > 0.0f) return;  // the whole grid does
 
-  if (threadIdx.x == 0) start_barriers(shared, bytes_of_parts(task));
+  if (threadIdx.x == 0) start_barriers(task, shared);
   meet_cluster();  // the barriers stand, and the other blocks' shared memory may be written
   const Walk walk(task);
   if (threadIdx.x / 32 == kWarps) {
