@@ -28,15 +28,17 @@ def define(
     *,
     asks: bool = False,
     may_be_none: bool = False,
+    draws: bool = False,
 ) -> Any:
     """Define an opaque operator: ``implementation`` runs it on every device, ``fake`` gives its result shapes.
 
-    asks: it is one of :data:`asking`; may_be_none: of :data:`optional`.
+    asks: it is one of :data:`asking`; may_be_none: of :data:`optional`; draws: it takes numbers from the generator.
 
     Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
     """
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))  # Inductor's rule for operators that say nothing
+    tags = [torch.Tag.needs_exact_strides]  # Inductor's rule for operators that say nothing
+    _LIBRARY.define(schema, tags=(*tags, torch.Tag.nondeterministic_seeded) if draws else tags)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     implementations[name] = implementation

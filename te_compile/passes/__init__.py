@@ -32,6 +32,7 @@ from te_compile.passes.quantize_late import quantize_late
 from te_compile.passes.read_scales_in_place import read_scales_in_place
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
+from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.transpose_late import transpose_late
@@ -66,6 +67,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     accumulate_in_products,  # after add_in_products: of the uses of one weight the sum is the gradient
     tag_memory,
+    recomputed_attentions,  # after tag_memory, which may say what is computed again
     choose_implementations,  # last: it judges the operators as they will run
 )
 """On the joint graph of forward and backward."""
