@@ -18,8 +18,9 @@ from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import TRITON_DTYPES, fp8_codes, largest_of, magnitude, record_amax, rounded, scaled
 
 LONGEST_ROW = 16384
-_ELEMENTS = 8192  # of a program, if a row is no longer
-_PER_THREAD = 32
+_ELEMENTS = 4096  # of a program, if a row is no longer
+_PER_THREAD = 64
+_FEWEST_WARPS = 4
 
 
 @triton.jit
@@ -40,35 +41,34 @@ def normalised(
     return rounded(value, Y)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
-def _rows_kernel(
-    x, weight, bias, scale, y, q, amax, scale_inv, means, rstds, rows, columns, stride_m, eps,
-    Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
-    E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    used = tl.load(scale)
-    if tl.program_id(0) == 0:
-        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
-    row, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    valid, in_columns = row < rows, k < columns
-    inside = valid[:, None] & in_columns[None, :]
-    value = tl.load(x + row[:, None] * stride_m + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    length = columns * 1.0
-    mean = tl.zeros((ROWS,), tl.float32)
-    apart = value
+@triton.jit
+def _part(x, row, k, rows, columns, stride_m):
+    """Columns ``k`` of the program's rows in fp32, zeros outside, and which are inside."""
+    inside = (row < rows)[:, None] & (k < columns)[None, :]
+    return tl.load(x + row[:, None] * stride_m + k[None, :], mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def _apart(value, inside, mean, CENTRE: tl.constexpr):
+    """Differences from the mean, zeros outside."""
     if CENTRE:
-        mean = tl.sum(value, axis=1) / length
-        apart = tl.where(inside, value - mean[:, None], 0.0)
-        tl.store(means + row, mean, mask=valid)
-    variance = tl.sum(apart * apart, axis=1) / length
-    rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
-    tl.store(rstds + row, rstd, mask=valid)
-    w = tl.zeros((COLUMNS,), tl.float32)
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    return value
+
+
+@triton.jit
+def _write(
+    value, inside, mean, rstd, weight, bias, used, y, q, row, k, columns,
+    Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
+):  # fmt: skip
+    """Store y and q of one part; returns the bits of its largest magnitude."""
+    w = tl.zeros((k.shape[0],), tl.float32)
     b = w
     if weight is not None:
-        w = tl.load(weight + k, mask=in_columns, other=0.0).to(tl.float32) + OFFSET
+        w = tl.load(weight + k, mask=k < columns, other=0.0).to(tl.float32) + OFFSET
     if bias is not None:
-        b = tl.load(bias + k, mask=in_columns, other=0.0).to(tl.float32)
+        b = tl.load(bias + k, mask=k < columns, other=0.0).to(tl.float32)
     z = normalised(value, mean, rstd, w, b, Y, ROUND, CENTRE, weight is not None, bias is not None)
     z = tl.where(inside, z, 0.0)
     at = row[:, None] * columns + k[None, :]
@@ -76,7 +76,61 @@ def _rows_kernel(
         tl.store(y + at, z.to(Y), mask=inside)
     if ROWWISE:
         tl.store(q + at, fp8_codes(scaled(z, used), E5M2), mask=inside)
-    record_amax(amax, largest_of(magnitude(z)))
+    return largest_of(magnitude(z))
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
+def _rows_kernel(
+    x, weight, bias, scale, y, q, amax, scale_inv, means, rstds, rows, columns, stride_m, eps,
+    Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    # A row is COLUMNS and, if it is no power of two, REST more in a tile of its own.
+    used = tl.load(scale)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
+    row, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    value, inside = _part(x, row, k, rows, columns, stride_m)
+    length = columns * 1.0
+    mean = tl.zeros((ROWS,), tl.float32)
+    if REST:
+        j = COLUMNS + tl.arange(0, REST)
+        other, inside_other = _part(x, row, j, rows, columns, stride_m)
+    if CENTRE:
+        mean = tl.sum(value, axis=1)
+        if REST:
+            mean += tl.sum(other, axis=1)
+        mean = mean / length
+        tl.store(means + row, mean, mask=row < rows)
+    apart = _apart(value, inside, mean, CENTRE)
+    squares = tl.sum(apart * apart, axis=1)
+    if REST:
+        apart_other = _apart(other, inside_other, mean, CENTRE)
+        squares += tl.sum(apart_other * apart_other, axis=1)
+    rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares / length + eps))
+    tl.store(rstds + row, rstd, mask=row < rows)
+    largest = _write(
+        value, inside, mean, rstd, weight, bias, used, y, q, row, k, columns,
+        Y, ROUND, OFFSET, CENTRE, E5M2, EMIT, ROWWISE,
+    )  # fmt: skip
+    if REST:
+        largest_other = _write(
+            other, inside_other, mean, rstd, weight, bias, used, y, q, row, j, columns,
+            Y, ROUND, OFFSET, CENTRE, E5M2, EMIT, ROWWISE,
+        )  # fmt: skip
+        largest = tl.maximum(largest, largest_other)
+    record_amax(amax, largest)
+
+
+def _parts(columns: int) -> tuple[int, int]:
+    """A row's two tiles, powers of two: of a long row that is none, half of the next one and what is left; else all, 0.
+
+    Of shorter rows a program takes several, and would take fewer of two tiles each.
+    """
+    whole = max(64, triton.next_power_of_2(columns))
+    rest = triton.next_power_of_2(max(1, columns - whole // 2))
+    return (whole // 2, rest) if columns > _ELEMENTS and rest < whole // 2 else (whole, 0)
 
 
 def norm_quantize_rows(
@@ -99,7 +153,7 @@ def norm_quantize_rows(
     weight; centred: does the mean go? mean and rstd are fp32 [M, 1]; what was not asked for has shape [0].
     """
     rows, columns = x.shape
-    width = max(64, triton.next_power_of_2(columns))
+    width, rest = _parts(columns)
     height = max(1, _ELEMENTS // width)
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
@@ -113,6 +167,6 @@ def norm_quantize_rows(
             rows, columns, x.stride(0), eps,
             Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
             OFFSET=offset, CENTRE=centred, E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise,
-            ROWS=height, COLUMNS=width, num_warps=max(4, height * width // (32 * _PER_THREAD)),
+            ROWS=height, COLUMNS=width, REST=rest, num_warps=max(_FEWEST_WARPS, height * width // (32 * _PER_THREAD)),
         )  # fmt: skip
     return y, q, amax, scale_inv, mean, rstd

@@ -55,20 +55,30 @@ def agrees(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dty
 
 @pytest.mark.parametrize("emit", [True, False], ids=["with y", "codes alone"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [150, 4200], ids=["one tile", "two tiles"])
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_in_every_dtype(
-    kind: str, x_dtype: torch.dtype, emit: bool, device: str, launched: list[int]
+    kind: str, x_dtype: torch.dtype, columns: int, emit: bool, device: str, launched: list[int]
 ) -> None:
-    x = torch.randn(13, 150, device=device).to(x_dtype)
-    agrees(x, *parameters(kind, 150, x_dtype, device), kind, E4M3, emit)
-    assert launched == [150] * (1 if emit else 2)
+    x = torch.randn(13, columns, device=device).to(x_dtype)
+    agrees(x, *parameters(kind, columns, x_dtype, device), kind, E4M3, emit)
+    assert launched == [columns] * (1 if emit else 2)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 16), (7, 64), (5, 2100), (3, 9000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 300), (300, 16), (7, 64), (5, 2100), (3, 9000), (2, 4104), (3, 16384)], ids=str
+)
 def test_rows_of_any_length(shape: tuple[int, int], device: str, launched: list[int]) -> None:
     x = torch.randn(shape, device=device).to(torch.bfloat16)
     agrees(x, *parameters(LAYER, shape[1], x.dtype, device), LAYER, E5M2, True)
     assert launched
+
+
+def test_a_long_row_is_in_two_tiles_where_that_leaves_less_empty() -> None:
+    parts = {columns: norm_rows._parts(columns) for columns in (8, 2560, 4096, 4104, 5120, 7000, 8192, 11008, 16384)}
+    assert all(width + rest >= columns for columns, (width, rest) in parts.items())
+    assert [columns for columns, (_, rest) in parts.items() if rest] == [4104, 5120, 11008]
+    assert parts[5120] == (4096, 1024) and parts[11008] == (8192, 4096)
 
 
 def test_rows_that_lie_apart(device: str, launched: list[int]) -> None:
@@ -77,8 +87,11 @@ def test_rows_that_lie_apart(device: str, launched: list[int]) -> None:
     assert launched
 
 
-def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(device: str, launched: list[int]) -> None:
-    x = 3e4 + torch.randn(16, 1000, device=device)
+@pytest.mark.parametrize("columns", [1000, 6144], ids=["one tile", "two tiles"])
+def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(
+    columns: int, device: str, launched: list[int]
+) -> None:
+    x = 3e4 + torch.randn(16, columns, device=device)
     scale = torch.ones((), device=device)
     mean, rstd = norm_quantize(x, None, None, 0.0, LAYER, scale, E4M3, True, False, False, RULE, False)[5:]
     torch.testing.assert_close(mean[:, 0].double(), x.double().mean(1), rtol=1e-6, atol=0)
@@ -87,9 +100,10 @@ def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(device: st
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows_in_the_amax(poison: float, device: str, launched: list[int]) -> None:
-    x = torch.randn(8, 64, device=device)
-    x[3, 5] = poison
+@pytest.mark.parametrize("columns", [64, 5120], ids=["one tile", "two tiles"])
+def test_what_is_not_finite_shows_in_the_amax(poison: float, columns: int, device: str, launched: list[int]) -> None:
+    x = torch.randn(8, columns, device=device)
+    x[3, columns - 5] = poison
     scale = torch.ones((), device=device)
     q, amax = (
         norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)[i] for i in (1, 3)
