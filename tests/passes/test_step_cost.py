@@ -105,6 +105,17 @@ def test_what_is_chosen_is_never_slower_by_estimate_than_either_extreme() -> Non
             assert chosen.time <= (1 - speed.LEAST_GAIN) * as_it_is.time
 
 
+def test_a_host_that_is_spared_something_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoding step is all launches; one of many tokens gains on the device, whatever the host's part in it."""
+    monkeypatch.setattr(speed, "HIGH_PRECISION_INFERENCE", HostCost(100, 50))
+    monkeypatch.setattr(speed, "FP8_INFERENCE", HostCost(90, 20))
+    decoding, prefill = layer(8, 2048, copies=4), layer(8192, 2048, copies=4)
+    assert len(kept(decoding, training=False)) == 16 and kept(prefill, training=False) == []
+    as_it_is = high_precision_step(decoding, False)
+    in_fp8 = with_fp8(as_it_is, decoding.sites, False)
+    assert in_fp8.host == as_it_is.host and in_fp8.device < as_it_is.device
+
+
 def test_a_gain_within_the_error_of_the_estimate_changes_nothing() -> None:
     plan = Plan(sites=[FakeSite("fp8", 8192, (1024, 1024)), FakeSite("head", 8192, (1024, 65536), cause=Cause.RULE)])
     assert device_gain(plan.sites[0], True) > 0
