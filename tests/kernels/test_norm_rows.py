@@ -77,8 +77,8 @@ def test_rows_of_any_length(shape: tuple[int, int], device: str, launched: list[
 def test_a_long_row_is_in_two_tiles_where_that_leaves_less_empty() -> None:
     parts = {columns: norm_rows._parts(columns) for columns in (8, 2560, 4096, 4104, 5120, 7000, 8192, 11008, 16384)}
     assert all(width + rest >= columns for columns, (width, rest) in parts.items())
-    assert [columns for columns, (_, rest) in parts.items() if rest] == [4104, 5120, 11008]
-    assert parts[5120] == (4096, 1024) and parts[11008] == (8192, 4096)
+    assert [columns for columns, (_, rest) in parts.items() if rest] == [2560, 4104, 5120, 11008]
+    assert parts[2560] == (2048, 512) and parts[5120] == (4096, 1024) and parts[11008] == (8192, 4096)
 
 
 def test_rows_that_lie_apart(device: str, launched: list[int]) -> None:
