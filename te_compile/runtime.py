@@ -160,10 +160,14 @@ class Runner:
 
     def _looked_up(self, weights: list[Tensor]) -> list[Tensor]:
         training = self.signature.training
+        ids = list(map(id, weights))  # the same one twice, if another became it after Dynamo had looked
         states = [
-            state.state_of(weight, self.history_length, training=training, gradient_max=self.gradient_max)
-            for weight in weights
-        ]
+            state.state_of(
+                weight, self.history_length, training=training, gradient_max=self.gradient_max,
+                place=ids[:at].count(ids[at]),
+            )
+            for at, weight in enumerate(weights)
+        ]  # fmt: skip
         extra = [each.forward for each in states]
         if training:
             extra += [each.backward for each in states]

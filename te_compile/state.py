@@ -11,6 +11,11 @@ The rows x and w are one tensor, the gradient's another, because a forward may r
 last one. Both belong to the *parameter*: found by its identity on every call, they follow a weight that is tied, moved
 or shared by regions that are compiled apart, never show up in the model's ``state_dict``, and die with the parameter.
 
+A graph has one place for each parameter, however often it uses it. Where two parameters become one after it was
+compiled, Dynamo does not look, and the graph gets one parameter at two places. Each would update the state as if it
+were alone, and the last would win. So every place but the first has a state of its own there, which begins afresh, goes
+with the parameter's and is never saved: compiled anew, the graph has one place.
+
 A gradient's scale is one for E5M2 or for E4M3, as the recipe says, and those are a power of two apart. Where a recipe
 of the other format meets a parameter, its scale is moved there; else the gradients of one step would be clipped.
 
@@ -59,6 +64,7 @@ class ParameterState:
     gradient_max: float = field(default=GRADIENT_MAX, repr=False)  # the FP8 number that the gradient's scale aims at
     trains: bool = field(default=False, repr=False)  # has a backward been announced?
     only_loaded: bool = field(default=False, repr=False)  # read from a file, and no compiled call has used it yet
+    next_place: ParameterState | None = field(default=None, repr=False)  # of a graph that gets the parameter twice
 
     @property
     def scale(self) -> Tensor:
@@ -110,12 +116,18 @@ def _changed() -> None:
 
 
 def state_of(
-    parameter: Tensor, history_length: int, *, training: bool = False, gradient_max: float = GRADIENT_MAX
+    parameter: Tensor,
+    history_length: int,
+    *,
+    training: bool = False,
+    gradient_max: float = GRADIENT_MAX,
+    place: int = 0,
 ) -> ParameterState:
     """The state of ``parameter`` for a history of this length, made now if there is none, on the parameter's device.
 
     training: a backward will follow, so from here on the gradient's row, too, is waited for. gradient_max: the largest
-    number of the FP8 type in which that backward quantises gradients.
+    number of the FP8 type in which that backward quantises gradients. place: how often the graph has got the parameter
+    before.
     A fake parameter (a compiler's dry run) gets a fake state that nobody keeps.
     """
     state = existing_state(parameter, history_length)
@@ -124,9 +136,13 @@ def state_of(
             return _fresh(parameter, history_length)
         _require_no_other_loaded(parameter, history_length)
         state = _create(parameter, history_length)
-    elif state.forward.device != parameter.device:
-        _move(state, parameter)
     state.only_loaded = False
+    for _ in range(place):
+        if state.next_place is None:
+            state.next_place = _waiting_for_data(_fresh(parameter, history_length))
+        state = state.next_place
+    if state.forward.device != parameter.device:
+        _move(state, parameter)
     if training and state.gradient_max != gradient_max:
         _aim(state, gradient_max)
     if training and not state.trains:
@@ -165,8 +181,13 @@ def _create(parameter: Tensor, history_length: int) -> ParameterState:
     if key not in _states:
         _states[key] = {}
         weakref.finalize(parameter, _forget, key).atexit = False
-    state = _states[key][history_length] = _fresh(parameter, history_length)
+    state = _states[key][history_length] = _waiting_for_data(_fresh(parameter, history_length))
     _changed()
+    return state
+
+
+def _waiting_for_data(state: ParameterState) -> ParameterState:
+    """``state``, whose scales are waited for as long as it lives."""
     _await_scales(state, "forward")
     for number in (state.forward_number, state.backward_number):
         weakref.finalize(state, _stop_waiting, number).atexit = False
@@ -333,6 +354,7 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
         state.forward.copy_(forward)
         state.backward.copy_(backward)
     state.gradient_max = GRADIENT_MAX
+    state.next_place = None  # what it knows is of another training
     _changed()
     _looks.clear()  # what is on its way from the device was read before
     for number, direction, loaded in (

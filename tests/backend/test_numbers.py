@@ -158,6 +158,41 @@ def test_one_weight_used_twice_has_one_state_and_the_sum_of_both_gradients() -> 
     torch.testing.assert_close(seen, (100 * torch.tanh(first)).abs().max().detach(), rtol=1e-4, atol=0)
 
 
+class LaterOne(nn.Module):
+    """Two weights, the first for numbers a hundred times as large, until somebody makes them one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(32, 32) / 32**0.5) for _ in range(2))
+
+    def tie(self) -> None:
+        self.first = self.second = nn.Parameter(torch.randn(32, 32) / 32**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(100 * x, self.first) / 100), self.second)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_weights_that_become_one_after_compiling_are_measured_at_both_places(compiler: str) -> None:
+    """Dynamo takes it that parameters stay different from each other, and does not look."""
+    model, x = LaterOne(), torch.randn(any_length(), 32)
+    fast = compiled(model, compiler=compiler)
+    with manager.recording() as records:
+        train_step(model, fast, x)
+        model.tie()
+        for _ in range(3):
+            y, got = train_step(model, fast, x)
+    assert len(records) == 1, "the graph is another: nothing was tested"
+    model.zero_grad()
+    expected = emulated_linear(torch.tanh(emulated_linear(100 * x, model.first) / 100), model.first)
+    expected.square().mean().backward()
+    assert cosine(y, expected) > 0.999
+    assert cosine(got["first"], model.first.grad) > 0.99
+    history = state.existing_state(model.first, L).history
+    assert history[:, :3].all() and not history[:, 3:].any()
+    torch.testing.assert_close(history[0, :3], (100 * x).abs().max().expand(3))
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_linears_that_share_an_input_quantise_it_once(recipe: str) -> None:
     model = Attention()

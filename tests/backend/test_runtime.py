@@ -128,6 +128,19 @@ def test_a_parameter_elsewhere_has_its_state_looked_up_again(monkeypatch: pytest
     assert len(seen) == 2
 
 
+def test_a_parameter_at_two_places_has_a_state_for_each() -> None:
+    run, (weight,) = runner(), parameters(1)
+    first, second, *backward = run(weight, weight)[:4]
+    assert same([first, backward[0]], states([weight]))
+    assert first is not second and backward[0] is not backward[1]
+    assert same(run(weight, weight)[:4], [first, second, *backward])
+    other = runner()
+    assert same(other(weight, weight)[:4], [first, second, *backward])
+    first.fill_(1)
+    state.overwrite(weight, torch.ones(2, 6), torch.ones(1, 6))
+    assert not run(weight, weight)[1].any(), "what the second place knew was of another training"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_states_follow_their_parameters() -> None:
     run, model = runner(1), nn.Linear(4, 3)
