@@ -1,6 +1,6 @@
 """compute-sanitizer over the kernels' tests: memory errors (memcheck) and races in shared memory (racecheck).
 
-    python -m benchmarks.sanitize                          about two minutes on a GPU machine
+    python -m benchmarks.sanitize                          up to ten minutes on a GPU machine of 16 cores
     python -m benchmarks.sanitize --only racecheck --cases norm,weights
 
 It takes the tests that are small by design: tests/kernels, which run in Triton's interpreter elsewhere, and those of
@@ -195,7 +195,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(TOOLS), help="tools (%(default)s)")
     parser.add_argument("--cases", default=",".join(names), help="files of tests (%(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time (%(default)s)")
-    parser.add_argument("--limit", type=float, default=100, help="seconds that one run may take (%(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--logs", type=Path, default=Path("runs/sanitize"), help="what each run said (%(default)s)")
     measure.add_out(parser)
     arguments = parser.parse_args(given)
