@@ -15,10 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from te_compile.kernels import buffers, native, player, replay
+from te_compile.kernels import buffers, native, norm, norm_rows, player, pointwise, quantize, replay
 from te_compile.kernels.recording import STREAM, here, unrecorded
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration
+from te_compile.ops.library import implementations
+from te_compile.recipe import ScaleRule
 
 STREAM_NUMBER = 77
 ON_NO_GPU = {
@@ -168,6 +170,62 @@ def test_a_scale_that_may_be_missing_makes_another_kind(core: Core, monkeypatch:
     assert calls_run(operator, lambda: replayed(x, None, 3.0)) == 2
     monkeypatch.setattr(calibration, "_waiting", set())
     assert calls_run(operator, lambda: replayed(x, None, 3.0)) == 2
+
+
+SWIGLU = (
+    "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); t3 = mul(t2, x1); "
+    "t4 = bfloat16(t3); quantize t4"
+)
+
+
+def _matrix() -> Tensor:
+    return torch.randn(8, 256, dtype=torch.bfloat16)
+
+
+def _quantizing(name: str) -> tuple[Any, ...]:
+    """The arguments of an operator that makes codes of rows, as a model's inference has it."""
+    how = torch.zeros(()), torch.float8_e4m3fn, True, False
+    if name == "quantize":
+        return (_matrix(), *how, ScaleRule().text())
+    if name == "norm_quantize":
+        return _matrix(), torch.ones(256, dtype=torch.bfloat16), None, 1e-5, "rms", *how, False, ScaleRule().text()
+    return [_matrix(), _matrix()], how[0], SWIGLU, *how[1:], ScaleRule().text()
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["known scales", "scales may be missing"])
+@pytest.mark.parametrize("name", ["quantize", "norm_quantize", "fused_quantize"])
+def test_what_quantises_is_replayed_with_scales_and_without(
+    core: Core, name: str, missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that never trained has no scales, and measures at each call."""
+    launches: list[Any] = []
+
+    def launch(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
+        launches.append("by the code")
+        if here.recorder is not None:
+            here.recorder.called(lambda *given: launches.append("replayed"), (grid, STREAM, *arguments))
+
+    def made(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def make(*_: int) -> Tensor:
+            return torch.empty(size, dtype=dtype)
+
+        with unrecorded():
+            tensor = make()
+        if here.recorder is not None:
+            here.recorder.made(tensor, make)
+        return tensor
+
+    for module in (norm, norm_rows, pointwise, quantize):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(buffers, "empty", lambda like, size, dtype: made(tuple(size), dtype))
+    monkeypatch.setattr(buffers, "_from_stock", lambda like, kind: made((), torch.float32))
+    monkeypatch.setattr(calibration, "_waiting", {1} if missing else set())
+    replayed = Replayed(name, implementations[name])
+    for _ in range(4):
+        launches.clear()
+        replayed(*_quantizing(name), implementation="triton")
+    passes = (3 if name == "norm_quantize" else 2) if missing else 1
+    assert launches == ["replayed"] * passes
 
 
 def never_replays(core: Core, function: Callable[..., Any], *arguments: Any) -> None:
