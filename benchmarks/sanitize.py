@@ -66,6 +66,7 @@ CASES = (
     Case("grouped_gemm", "tests/kernels/test_grouped_gemm.py"),
     Case("fp8_attention", "tests/kernels/test_fp8_attention.py"),
     Case("dropout_attention", "tests/kernels/test_dropout_attention.py"),
+    Case("native_dropout_attention", "tests/gpu/test_native_dropout_attention.py", "definition or strides"),
     Case("native_kernels", "tests/gpu/test_native_kernels.py"),
     # Under racecheck the twenty repetitions of a large norm would take longer than all the others together.
     Case("native_norm", "tests/gpu/test_native_norm.py", "not repeat_bit_by_bit"),

@@ -18,10 +18,15 @@ void find(void* library, const char* name, Function& function) {
   if (function == nullptr) throw Failure(TE_UNSUPPORTED, std::string(kName) + " has no " + name);
 }
 
-Driver load() {
+void* open() {
   void* library = dlopen(kName, RTLD_NOLOAD | RTLD_NOW);
   if (library == nullptr) library = dlopen(kName, RTLD_LAZY | RTLD_LOCAL);
   if (library == nullptr) throw Failure(TE_UNSUPPORTED, std::string(kName) + " is not on the library path");
+  return library;
+}
+
+Driver load() {
+  void* library = open();
   Driver found{};
   find(library, "cuLaunchKernel", found.launch);
   find(library, "cuCtxGetCurrent", found.current_context);
@@ -37,6 +42,12 @@ const Driver& entry_points() {
   if (const Driver* instead = pretended.load(std::memory_order_acquire)) return *instead;
   static const Driver library = load();  // tried again by the next call if it throws
   return library;
+}
+
+void* entry_point(const char* name) {
+  void* found = nullptr;
+  find(open(), name, found);
+  return found;
 }
 
 void pretend(const Driver* instead) { pretended.store(instead, std::memory_order_release); }

@@ -22,6 +22,9 @@ struct Driver {
 /// libcuda's. Throws Failure(TE_UNSUPPORTED) if there is none.
 const Driver& entry_points();
 
+/// One more of libcuda's, by its name. Throws Failure(TE_UNSUPPORTED) if there is none.
+void* entry_point(const char* name);
+
 /// For tests: from now on these, or with null libcuda's again.
 void pretend(const Driver* instead);
 

@@ -21,6 +21,10 @@ te_status te_cuda_quantize(int, const void*, te_dtype, int64_t, int64_t, const f
 
 te_status te_cuda_norm_quantize(const te_norm*) { return not_built(); }
 
+te_status te_cuda_dropout_attention(const te_dropout_attention*) { return not_built(); }
+
+te_status te_cuda_dropout_attention_backward(const te_dropout_attention*) { return not_built(); }
+
 te_status te_cuda_update_scales(int, float* const*, const float* const*, const int64_t*, int64_t, int64_t,
                                 const te_scale_rule*, te_amax_algorithm, void*) {
   return not_built();

@@ -128,6 +128,44 @@ typedef struct te_norm {
 
 te_status te_cuda_norm_quantize(const te_norm* norm);
 
+/* A tensor [batches, length, heads, width] whose features lie side by side: strides count elements. Aligned to 16 bytes,
+ * strides positive multiples of 8. */
+typedef struct te_heads {
+  const void* x;
+  int64_t batch, row, head;
+} te_heads;
+
+/* Scaled dot-product attention of which bits say what weights to keep, forward and backward, in 16 bits with fp32 sums:
+ *
+ *   p = softmax(scale * q k^T)        z = kept ? growth : 0        out = (p z) v        logsumexp of each row of logits
+ *   ds = p (z (dout v^T) - sum(dout out)) scale      dq = ds k      dk = ds^T q      dv = (p z)^T dout
+ *
+ * bits: [batches * heads, 2 ceil(keys / 64), queries] words; of key 64 b + 8 j + 2 l + e (j < 8, l < 4, e < 2) bit
+ * 16 (l % 2) + 8 e + j of word 2 b + l / 2. width: a multiple of 8 up to 128. causal: no query sees a key that comes
+ * after it, and there are as many. Compute capability 9.0.
+ *
+ * The backward pass reads what the forward pass wrote; queries must be a multiple of 64 there and keys of 128, and
+ * batches * heads * queries * 130 floats of workspace are overwritten. It adds up dq in the order in which blocks come:
+ * its last bits may differ from run to run. */
+typedef struct te_dropout_attention {
+  int32_t device;
+  te_dtype dtype; /* of q, k, v, out, grad, dq, dk and dv: TE_FLOAT16 or TE_BFLOAT16 */
+  int32_t causal;
+  int64_t batches, heads, queries, keys, width;
+  float scale, growth;
+  te_heads q, k, v;
+  const uint32_t* bits;
+  void* out;        /* [batches, queries, heads, width], contiguous, as dq; dk and dv have keys for queries */
+  float* logsumexp; /* [batches, heads, queries] */
+  te_heads grad;    /* of out; this and what follows is for the backward pass */
+  float* workspace;
+  void *dq, *dk, *dv;
+  void* stream;
+} te_dropout_attention;
+
+te_status te_cuda_dropout_attention(const te_dropout_attention* task);
+te_status te_cuda_dropout_attention_backward(const te_dropout_attention* task);
+
 /* te_host_update_scales for device memory. The lists of pointers themselves are host memory: they travel as kernel
  * parameters, so nothing is copied and the call may be captured in a CUDA graph. */
 te_status te_cuda_update_scales(int device, float* const* states, const float* const* amaxes, const int64_t* rows,

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -127,6 +128,52 @@ te_norm norm_of(int device, Address x, int x_dtype, int64_t rows, int64_t column
   return norm;
 }
 
+using Strides = std::array<int64_t, 3>;  // of batch, row and head
+
+te_heads heads_of(Address x, const Strides& strides) {
+  return {pointer<const void>(x), strides[0], strides[1], strides[2]};
+}
+
+te_dropout_attention attention_of(int device, int dtype, bool causal, const std::array<int64_t, 5>& sizes, float scale,
+                                  float growth, Address q, const Strides& q_strides, Address k, const Strides& k_strides,
+                                  Address v, const Strides& v_strides, Address bits, Address out, Address logsumexp,
+                                  Address stream) {
+  te_dropout_attention task{};
+  task.device = device;
+  task.dtype = static_cast<te_dtype>(dtype);
+  task.causal = causal;
+  task.batches = sizes[0];
+  task.heads = sizes[1];
+  task.queries = sizes[2];
+  task.keys = sizes[3];
+  task.width = sizes[4];
+  task.scale = scale;
+  task.growth = growth;
+  task.q = heads_of(q, q_strides);
+  task.k = heads_of(k, k_strides);
+  task.v = heads_of(v, v_strides);
+  task.bits = pointer<const uint32_t>(bits);
+  task.out = pointer<void>(out);
+  task.logsumexp = pointer<float>(logsumexp);
+  task.stream = pointer<void>(stream);
+  return task;
+}
+
+te_dropout_attention attention_backward_of(int device, int dtype, bool causal, const std::array<int64_t, 5>& sizes,
+                                           float scale, float growth, Address q, const Strides& q_strides, Address k,
+                                           const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
+                                           Address out, Address logsumexp, Address grad, const Strides& grad_strides,
+                                           Address workspace, Address dq, Address dk, Address dv, Address stream) {
+  te_dropout_attention task = attention_of(device, dtype, causal, sizes, scale, growth, q, q_strides, k, k_strides, v,
+                                           v_strides, bits, out, logsumexp, stream);
+  task.grad = heads_of(grad, grad_strides);
+  task.workspace = pointer<float>(workspace);
+  task.dq = pointer<void>(dq);
+  task.dk = pointer<void>(dk);
+  task.dv = pointer<void>(dv);
+  return task;
+}
+
 void cuda_update_scales(int device, const std::vector<Address>& states, const std::vector<Address>& amaxes,
                         const std::vector<int64_t>& rows, int64_t history_length, float fp8_max, int margin,
                         float epsilon, bool power_2, bool most_recent, Address stream) {
@@ -202,6 +249,8 @@ struct Over<Call, Make> {
 
 using Product = Over<&te_cublaslt_gemm, &gemm_of>;
 using Norm = Over<&te_cuda_norm_quantize, &norm_of>;
+using Attention = Over<&te_cuda_dropout_attention, &attention_of>;
+using AttentionBackward = Over<&te_cuda_dropout_attention_backward, &attention_backward_of>;
 
 PyObject* native_error = nullptr;
 PyObject* unsupported = nullptr;
@@ -275,6 +324,11 @@ PYBIND11_MODULE(_native, module) {
              "(device, x, x_dtype, rows, columns, stride, weight, weight_dtype, weight_offset, bias, bias_dtype, "
              "centre, round_first, eps, scale, measure, fp8_max, margin, epsilon, power_2, y, q, qt, amax, scale_inv, "
              "mean, rstd, stream)");
+  module.def("cuda_dropout_attention", &Attention::run, unlocked,
+             "(device, dtype, causal, (batches, heads, queries, keys, width), scale, growth, q, strides, k, strides, v, "
+             "strides, bits, out, logsumexp, stream); strides: of batch, row and head");
+  module.def("cuda_dropout_attention_backward", &AttentionBackward::run, unlocked,
+             "(the arguments of cuda_dropout_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
   module.def("cuda_update_scales", &cuda_update_scales, unlocked,
              "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =

@@ -51,11 +51,12 @@ def _draw_kernel(
     none = tl.zeros((BLOCK,), tl.uint32)
     kept = none
     for call in tl.static_range(_CALLS):
-        one, two, three, four = tl.philox(key, low, none + call, high, none, _ROUNDS)
-        kept = _kept(kept, one, SHARE, 4 * call)
-        kept = _kept(kept, two, SHARE, 4 * call + 1)
-        kept = _kept(kept, three, SHARE, 4 * call + 2)
-        kept = _kept(kept, four, SHARE, 4 * call + 3)
+        if SHARE % (16 << 4 * call) != 0:  # else no bit is on yet, nor will be after these places
+            one, two, three, four = tl.philox(key, low, none + call, high, none, _ROUNDS)
+            kept = _kept(kept, one, SHARE, 4 * call)
+            kept = _kept(kept, two, SHARE, 4 * call + 1)
+            kept = _kept(kept, three, SHARE, 4 * call + 2)
+            kept = _kept(kept, four, SHARE, 4 * call + 3)
     tl.store(bits + word, kept.to(tl.int32, bitcast=True), mask=word < words)
 
 
@@ -74,7 +75,7 @@ def draw(seed: Tensor, heads: int, queries: int, keys: int, probability: float, 
 @triton.jit
 def _chosen():
     """[8, 1, 2]: the bit of each of eight columns' places in half a word, for pairs of columns."""
-    return 1 << (2 * tl.arange(0, 8)[:, None, None] + tl.arange(0, 2)[None, None, :])
+    return 1 << (tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, 2)[None, None, :])
 
 
 @triton.jit

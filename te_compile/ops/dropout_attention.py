@@ -7,7 +7,7 @@
 
 A composite, as ``te::linear`` is: after AOTAutograd the joint graph holds a seed that PyTorch's generator draws, the
 bits that ``te::dropout_bits`` draws from it, and the two operators, which read the same bits. The probability is that
-of sixteen binary places (``kept_share``), and z makes the expectation of p ∘ z equal to p by just that.
+of up to sixteen binary places (``kept_share``), and z makes the expectation of p ∘ z equal to p by just that.
 
 It has nothing to do with FP8. PyTorch's flash kernels draw each number twice and round the probability to 1 / 256,
 cuDNN's round it to sixteenths.

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
+from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.registry import Target
+from te_compile.ops.triton_implementations import check_dropout_attention
 from te_compile.recipe import ScaleRule
 
 CUDA = "cuda"
@@ -43,3 +45,52 @@ def norm_quantize(
 
     measure = calibration.must_measure(scale)
     return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure)
+
+
+def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_dropout_attention
+
+    check_dropout_attention(target, arguments)
+    native_dropout_attention.check(target, arguments)
+
+
+def _check_dropout_attention_backward(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_dropout_attention
+
+    check_dropout_attention(target, arguments)
+    native_dropout_attention.check_backward(target, arguments)
+
+
+@registry.register("dropout_attention_forward", CUDA, priority=PRIORITY, check=_check_dropout_attention)
+def dropout_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``te::dropout_attention_forward`` by kernels/native_dropout_attention.py."""
+    operands = (q, k, v, bits, probability, causal, scale)
+    if q.numel() == 0 or k.numel() == 0:
+        return dropout_attention_reference(*operands)
+    from te_compile.kernels.native_dropout_attention import forward as kernel
+
+    return kernel(*operands)
+
+
+@registry.register("dropout_attention_backward", CUDA, priority=PRIORITY, check=_check_dropout_attention_backward)
+def dropout_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    probability: float,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``te::dropout_attention_backward`` by kernels/native_dropout_attention.py."""
+    operands = (grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
+    if q.numel() == 0 or k.numel() == 0:
+        return dropout_attention_backward_reference(*operands)
+    from te_compile.kernels.native_dropout_attention import backward as kernel
+
+    return kernel(*operands)

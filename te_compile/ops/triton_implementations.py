@@ -356,7 +356,8 @@ def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"a dropout of {arguments['probability']} drops none or all")
 
 
-def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
+def check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported for what no kernel of ours runs."""
     _check_dropout(target, arguments)
     for name in ("q", "k", "v"):
         if arguments[name].dtype not in (torch.bfloat16, torch.float16):
@@ -377,7 +378,7 @@ def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability:
     return kernel(seed, heads, queries, keys, probability, causal)
 
 
-@registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=_check_dropout_attention)
+@registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=check_dropout_attention)
 def dropout_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -390,7 +391,7 @@ def dropout_attention_forward(
     return kernel(*operands)
 
 
-@registry.register("dropout_attention_backward", TRITON, priority=PRIORITY, check=_check_dropout_attention)
+@registry.register("dropout_attention_backward", TRITON, priority=PRIORITY, check=check_dropout_attention)
 def dropout_attention_backward(
     grad: Tensor,
     q: Tensor,

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_compile.ops import registry
 from te_compile.ops.dropout_attention import DROPOUT_ATTENTION
 from te_compile.ops.dropout_bits import kept_share
-from te_compile.ops.triton_implementations import _check_dropout_attention
+from te_compile.ops.triton_implementations import check_dropout_attention
 from te_compile.options import Options
 from te_compile.passes import attention_kernels
 from te_compile.passes import dropout_attentions as module
@@ -165,8 +165,8 @@ def test_what_kernels_do_not_run_says_why() -> None:
     ]
     for target, x, probability, why in cases:
         with pytest.raises(registry.Unsupported, match=why):
-            _check_dropout_attention(target, {"q": x, "k": x, "v": x, "probability": probability})
-    _check_dropout_attention(hopper, {"q": q, "k": q, "v": q, "probability": 0.1})
+            check_dropout_attention(target, {"q": x, "k": x, "v": x, "probability": probability})
+    check_dropout_attention(hopper, {"q": q, "k": q, "v": q, "probability": 0.1})
 
 
 class Attends(nn.Module):

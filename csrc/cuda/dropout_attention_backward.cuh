@@ -1,0 +1,364 @@
+// The backward pass of te_cuda_dropout_attention, in three launches.
+//
+// A block takes 128 keys of one head, walks over the queries, 64 at a time, and makes five products of each tile:
+//
+//     s = k qᵀ    dp = v doutᵀ    dv += p dout    dk += ds q    dq = dsᵀ k
+//
+// Two warp groups have 64 keys each, whose dk and dv stay in registers. dq takes the ds of all 128: both groups write
+// theirs to shared memory, and each makes half of dq's columns while the tensor cores have its next scores to make as well.
+// dq's sums over blocks are added up in memory, in fp32 and in the order in which blocks come: its last bits may differ
+// from run to run. They lie there as registers do, so that each group adds 16 KB in a row; a last launch sorts and rounds
+// them. Programs of a head begin at different queries, so that few add to the same place at a time.
+#pragma once
+
+#include "dropout_attention_forward.cuh"
+
+namespace te_compile::attention {
+
+constexpr int kStep = 64;  // queries at a time
+constexpr int kStepBytes = kStep * kWidth * 2, kStepBlock = kStepBytes / 2;
+constexpr int kDs = kKeys * kStep * 2;                  // bytes of one ds, of which there are two
+constexpr int kDq = kStep * kWidth / 2;                 // numbers of one group's dq
+constexpr int kNumbers = kStep * 4;                     // bytes of a number, or a word of bits, of each query
+constexpr int kExtras = 6 * kNumbers;                   // sums, shifts, four rows of words
+constexpr int kBackwardBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kExtras) + 2 * kDs + 2 * kDq * 4 + 256;
+// Numbers of barriers among warps; those of ds are four, of a group and a parity.
+constexpr int kDsThere = 2, kGroupMeets = 6;
+
+struct Backward {
+  const uint32_t* bits;                 // [heads, words, queries]
+  const float *sums, *shifts;           // [heads, queries]: logsumexp times log2(e), Σ dout · out
+  float* dq;                            // [heads, queries / 64, 2, 16, 128, 2]
+  int heads, queries, keys, width, tiles, words;
+  float scale, growth, factor;  // scale: times log2(e)
+};
+
+/// sums and shifts of every query, and zeros for dq. Sixteen lanes a query of [batch, query, head].
+template <typename T>
+__global__ void __launch_bounds__(256)
+    before_kernel(const T* grad, int64_t batch_stride, int64_t row_stride, int64_t head_stride, const T* out,
+                  const float* logsumexp, float* sums, float* shifts, float* dq, int heads, int queries, int width,
+                  int64_t rows) {
+  constexpr int kLanes = 16;
+  const int64_t at = int64_t{blockIdx.x} * (256 / kLanes) + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t head = at % heads, query = at / heads % queries, batch = at / heads / queries;
+  float shift = 0;
+  if (at < rows) {
+    if (8 * lane < width) {
+      const T* from = grad + batch * batch_stride + query * row_stride + head * head_stride + 8 * lane;
+      const uint4 x = *reinterpret_cast<const uint4*>(from);
+      const uint4 y = *reinterpret_cast<const uint4*>(out + at * width + 8 * lane);
+      const T *u = reinterpret_cast<const T*>(&x), *w = reinterpret_cast<const T*>(&y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) shift = fmaf(static_cast<float>(u[i]), static_cast<float>(w[i]), shift);
+    }
+    float4* zeros = reinterpret_cast<float4*>(dq + at * kWidth);
+    zeros[lane] = zeros[lane + kLanes] = make_float4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) shift += __shfl_xor_sync(~0u, shift, i);
+  if (at < rows && lane == 0) {
+    const int64_t to = (batch * heads + head) * queries + query;
+    shifts[to] = shift;
+    sums[to] = logsumexp[to] * 1.4426950408889634f;
+  }
+}
+
+/// dq of [heads, steps, half of the columns, eight columns, warp, row, four lanes, 4], fp32, to [batch, query, head, width].
+template <typename T>
+__global__ void __launch_bounds__(256)
+    after_kernel(const float* from, T* dq, int heads, int queries, int width, float factor, int64_t count) {
+  const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (at >= count) return;
+  const int eight = at % 8, half = at / 8 % 2, row = at / 16 % 8, warp = at / 128 % 4;
+  const int64_t step = at / 512;
+  if (64 * half + 8 * eight >= width) return;
+  const float4* x = reinterpret_cast<const float4*>(from) + ((step * 2 + half) * 8 + eight) * 128 + warp * 32 + row * 4;
+  uint32_t upper[4], lower[4];
+#pragma unroll
+  for (int l = 0; l < 4; ++l) {
+    const float4 four = x[l];
+    upper[l] = pair(four.x * factor, four.y * factor, static_cast<const T*>(nullptr));
+    lower[l] = pair(four.z * factor, four.w * factor, static_cast<const T*>(nullptr));
+  }
+  const int steps = queries / kStep;
+  const int64_t index = step / steps, query = step % steps * kStep + warp * 16 + row;
+  T* to = dq + ((index / heads * queries + query) * heads + index % heads) * width + 64 * half + 8 * eight;
+  *reinterpret_cast<uint4*>(to) = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+  *reinterpret_cast<uint4*>(to + int64_t{8} * heads * width) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+}
+
+/// One thread's part of 64 keys, of which it has rows `row` and `row` + 8.
+template <typename T>
+struct Keys {
+  float dk[kWidth / 2], dv[kWidth / 2], scores[kStep / 2], dp[kStep / 2], dq[kStep / 2];
+  uint32_t weights[kStep / 4];
+  int group, thread, lane;
+  uint32_t bit, next_bit;  // of this thread's keys, in the words of a query
+
+  __device__ __forceinline__ void load(uint32_t at, float (&x)[2]) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at));
+  }
+  __device__ __forceinline__ void load(uint32_t at, uint32_t (&x)[2]) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
+  }
+
+  /// Products of this group's keys or values, rows of `mine`, with rows of queries.
+  __device__ __forceinline__ void ask_for(float (&d)[kStep / 2], uint32_t mine, uint32_t queries) {
+    const uint32_t a = matrix<16>(anew(mine)), b = matrix<16>(queries);
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k) {
+      product<0, 0>(d, part(a, (k / 4) * kBlock + (k % 4) * 32), part(b, (k / 4) * kStepBlock + (k % 4) * 32), k > 0,
+                    static_cast<const T*>(nullptr));
+    }
+    products_end();
+  }
+
+  __device__ __forceinline__ void ask_for_dv(uint32_t grad, bool more) {
+    const uint32_t b = matrix<kStepBlock>(grad);
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+      product(dv, weights + 4 * k, part(b, k * 2048), more || k > 0, static_cast<const T*>(nullptr));
+    }
+    products_end();
+  }
+
+  __device__ __forceinline__ void ask_for_dk(uint32_t ds, uint32_t queries, bool more) {
+    const uint32_t a = matrix<16>(ds + group * 64 * 128), b = matrix<kStepBlock>(queries);
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+      product<0, 1>(dk, part(a, k * 32), part(b, k * 2048), more || k > 0, static_cast<const T*>(nullptr));
+    }
+    products_end();
+  }
+
+  __device__ __forceinline__ void ask_for_dq(uint32_t ds, uint32_t keys) {
+    const uint32_t a = matrix<16>(ds), b = matrix<16>(anew(keys) + group * kBlock);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      product<1, 1>(dq, part(a, k * 2048), part(b, k * 2048), k > 0, static_cast<const T*>(nullptr));
+    }
+    products_end();
+  }
+
+  /// Scores become weights, by the sums of their queries; columns: where this thread's numbers begin.
+  __device__ __forceinline__ void weigh(uint32_t columns, float scale) {
+#pragma unroll
+    for (int j = 0; j < kStep / 8; ++j) {
+      float sum[2];
+      load(columns + 32 * j, sum);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = scores[4 * j + i];
+        x = exp2_fast(fmaf(x, scale, -sum[i % 2]));
+      }
+    }
+  }
+
+  /// No weights for keys that come after their query.
+  __device__ __forceinline__ void mask(int first_key, int first_query) {
+    const int key = first_key + group * 64 + thread / 32 * 16 + lane / 4, query = first_query + 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < kStep / 2; ++i) {
+      if (key + 8 * (i % 4 / 2) > query + 8 * (i / 4) + i % 2) scores[i] = 0;
+    }
+  }
+
+  /// Rounds the weights that are kept, and zeros for the others. Returns what is known once all are, and not negative.
+  __device__ __forceinline__ int drop(uint32_t words) {
+    uint32_t all = 0;
+#pragma unroll
+    for (int j = 0; j < kStep / 8; ++j) {
+      uint32_t word[2];
+      load(words + 32 * j, word);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t kept = h ? next_bit : bit;
+        const float a = word[0] & kept ? scores[4 * j + 2 * h] : 0.f, b = word[1] & kept ? scores[4 * j + 2 * h + 1] : 0.f;
+        weights[2 * j + h] = pair(a, b, static_cast<const T*>(nullptr));
+        all |= weights[2 * j + h];
+      }
+    }
+    return static_cast<int>(all);
+  }
+
+  /// ds = p (z dp - shift), rounded, to shared memory, a row for each key.
+  __device__ __forceinline__ void write_ds(uint32_t ds, uint32_t columns, uint32_t words, float growth) {
+    uint32_t both[kStep / 4];
+#pragma unroll
+    for (int j = 0; j < kStep / 8; ++j) {
+      float shift[2], x[4];
+      uint32_t word[2];
+      load(columns + kNumbers + 32 * j, shift);
+      load(words + 32 * j, word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float kept = fmaf(dp[4 * j + i], growth, -shift[i % 2]);
+        x[i] = scores[4 * j + i] * (word[i % 2] & (i / 2 ? next_bit : bit) ? kept : -shift[i % 2]);
+      }
+      both[2 * j] = pair(x[0], x[1], static_cast<const T*>(nullptr));
+      both[2 * j + 1] = pair(x[2], x[3], static_cast<const T*>(nullptr));
+    }
+    const uint32_t row = ds + (group * 64 + thread / 32 * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int j = 0; j < kStep / 8; j += 2) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       row + ((j + lane / 16) ^ (lane % 8)) * 16),
+                   "r"(both[2 * j]), "r"(both[2 * j + 1]), "r"(both[2 * j + 2]), "r"(both[2 * j + 3])
+                   : "memory");
+    }
+    written_for_products();
+  }
+
+  /// Adds dq to memory by way of shared memory, from which the thread that has it copied has read what was there before.
+  __device__ __forceinline__ void add_dq(float* to, uint32_t staged) {
+#pragma unroll
+    for (int i = 0; i < kStep / 8; ++i) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staged + thread * 16 + i * 2048), "f"(dq[4 * i]),
+                   "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                   : "memory");
+    }
+    written_for_products();
+    meet(kGroupMeets + group, 128);
+    if (thread == 0) add_bytes(to, staged, kDq * 4);
+  }
+
+  __device__ __forceinline__ void write(T* to, const float (&sums)[kWidth / 2], int h, float factor, int width) {
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; ++j) {
+      if (8 * j < width) {
+        *reinterpret_cast<uint32_t*>(to + 8 * j + 2 * (lane % 4)) =
+            pair(sums[4 * j + 2 * h] * factor, sums[4 * j + 2 * h + 1] * factor, static_cast<const T*>(nullptr));
+      }
+    }
+  }
+};
+
+template <typename T, bool Causal>
+__global__ void __launch_bounds__(384, 1)
+    backward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                    const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad, T* dk, T* dv,
+                    const Backward task) {
+  extern __shared__ unsigned char shared[];
+  const uint32_t keys = (shared_address(shared) + 1023) & ~1023u, values = keys + kTile, queries = values + kTile;
+  const uint32_t grads = queries + kStages * kStepBytes, ds = grads + kStages * kStepBytes, staged = ds + 2 * kDs;
+  const uint32_t extras = staged + 2 * kDq * 4, keys_full = extras + kStages * kExtras, full = keys_full + 8;
+  const uint32_t empty = full + 8 * kStages;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    barrier_make(keys_full, 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_make(full + 8 * stage, 1);
+      barrier_make(empty + 8 * stage, 8);  // warps
+    }
+    barriers_made();
+  }
+  __syncthreads();
+  const int tile = blockIdx.x % task.tiles, index = blockIdx.x / task.tiles;
+  const int batch = index / task.heads, head = index % task.heads;
+  const int first = Causal ? tile * (kKeys / kStep) : 0, end = task.queries / kStep, steps = end - first;
+  const int start = first + static_cast<int>(int64_t{tile} * steps / task.tiles);
+  const auto following = [&](int step) { return step + 1 == end ? first : step + 1; };
+
+  if (group == 0) {
+    fewer_registers<24>();
+    if (threadIdx.x != 0) return;
+    barrier_expect(keys_full, 2 * kTile);
+    for (int c = 0; c < 2; ++c) {
+      copy_box(keys + c * kBlock, &k, keys_full, 64 * c, tile * kKeys, head, batch);
+      copy_box(values + c * kBlock, &v, keys_full, 64 * c, tile * kKeys, head, batch);
+    }
+    for (int count = 0, step = start; count < steps; ++count, step = following(step)) {
+      const int stage = count % kStages;
+      const uint32_t barrier = full + 8 * stage, extra = extras + stage * kExtras;
+      const int64_t at = int64_t{index} * task.queries + step * kStep;
+      const uint32_t* words = task.bits + (int64_t{index} * task.words + 4 * tile) * task.queries + step * kStep;
+      barrier_wait(empty + 8 * stage, (count / kStages & 1) ^ 1);
+      barrier_expect(barrier, 2 * kStepBytes + kExtras);
+      for (int c = 0; c < 2; ++c) {
+        copy_box(queries + stage * kStepBytes + c * kStepBlock, &q, barrier, 64 * c, step * kStep, head, batch);
+      }
+      copy_bytes(extra, task.sums + at, kNumbers, barrier);
+      for (int i = 0; i < 4; ++i) {
+        copy_bytes(extra + (2 + i) * kNumbers, words + int64_t{i} * task.queries, kNumbers, barrier);
+      }
+      for (int c = 0; c < 2; ++c) {
+        copy_box(grads + stage * kStepBytes + c * kStepBlock, &grad, barrier, 64 * c, step * kStep, head, batch);
+      }
+      copy_bytes(extra + kNumbers, task.shifts + at, kNumbers, barrier);
+    }
+    return;
+  }
+
+  more_registers<240>();
+  Keys<T> mine;
+  mine.group = group - 1;
+  mine.thread = threadIdx.x % 128;
+  mine.lane = threadIdx.x % 32;
+  const int row = mine.thread / 32 * 16 + mine.lane / 4, other = 1 - mine.group;
+  mine.bit = 1u << (16 * (row / 2 % 2) + 8 * (row % 2) + row / 8);
+  mine.next_bit = mine.bit << 1;
+  const uint32_t my_keys = keys + mine.group * 64 * 128, my_values = my_keys + kTile, my_staged = staged + mine.group * kDq * 4;
+  float* const my_dq = task.dq + (int64_t{index} * end * 2 + mine.group) * kDq;
+  barrier_wait(keys_full, 0);
+  int step = start, before = start;
+#pragma unroll 1
+  for (int count = 0; count < steps; ++count) {
+    const int stage = count % kStages, parity = count & 1;
+    const uint32_t query = queries + stage * kStepBytes, dout = grads + stage * kStepBytes;
+    const uint32_t columns = extras + stage * kExtras + 8 * (mine.lane % 4);
+    const uint32_t words = columns + (2 + 2 * mine.group + mine.lane / 16) * kNumbers;
+    barrier_wait(full + 8 * stage, count / kStages & 1);
+    products_begin();
+    mine.ask_for(mine.scores, my_keys, query);
+    // dq of the tile before. At first there is none: what is made of nothing is added to nothing.
+    if (count > 0) meet(kDsThere + 2 * other + (parity ^ 1), 256);
+    products_begin();
+    mine.ask_for_dq(ds + (parity ^ 1) * kDs, keys);
+    products_wait<1>();
+    arrived(mine.scores);
+    arrived(mine.dk);
+    arrived(mine.dv);
+    if (count > 0 && mine.lane == 0) barrier_arrive(empty + 8 * (stage ^ 1));
+    mine.weigh(columns, task.scale);
+    if (Causal && step < first + kKeys / kStep) mine.mask(tile * kKeys, step * kStep);
+    once_known(mine.drop(words));
+    products_wait<0>();
+    arrived(mine.dq);
+    if (count > 0) mine.add_dq(my_dq + int64_t{before} * 2 * kDq, my_staged);
+    products_begin();
+    mine.ask_for(mine.dp, my_values, dout);
+    products_begin();
+    mine.ask_for_dv(dout, count > 0);
+    products_wait<1>();
+    arrived(mine.dp);
+    mine.write_ds(ds + parity * kDs, columns, words, task.growth);
+    tell(kDsThere + 2 * mine.group + parity, 256);
+    if (mine.thread == 0) added_bytes_are_read();
+    meet(kGroupMeets + mine.group, 128);
+    products_begin();
+    mine.ask_for_dk(ds + parity * kDs, query, count > 0);
+    before = step;
+    step = following(step);
+  }
+  const int parity = (steps - 1) & 1;
+  meet(kDsThere + 2 * other + parity, 256);
+  products_begin();
+  mine.ask_for_dq(ds + parity * kDs, keys);
+  products_wait<0>();
+  arrived(mine.dk);
+  arrived(mine.dv);
+  arrived(mine.dq);
+  mine.add_dq(my_dq + int64_t{before} * 2 * kDq, my_staged);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int key = tile * kKeys + mine.group * 64 + row + 8 * h;
+    const int64_t at = ((int64_t{batch} * task.keys + key) * task.heads + head) * task.width;
+    mine.write(dk + at, mine.dk, h, task.factor, task.width);
+    mine.write(dv + at, mine.dv, h, task.growth, task.width);
+  }
+  if (mine.thread == 0) added_bytes_are_there();
+}
+
+}  // namespace te_compile::attention

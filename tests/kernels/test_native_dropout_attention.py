@@ -1,0 +1,69 @@
+"""Which attention with dropout the C++ core's kernels take; what they compute is for tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_compile.kernels import native
+from te_compile.kernels.native_dropout_attention import check, check_backward
+from te_compile.ops import triton_implementations
+from te_compile.ops.registry import Target, Unsupported, choose
+
+HOPPER = Target("cuda", (9, 0))
+
+
+def arguments(queries: Any = 256, keys: Any = 256, width: int = 128, **others: Any) -> dict[str, Any]:
+    def heads(length: int) -> torch.Tensor:
+        return torch.empty(2, length, 4, width, device="meta", dtype=torch.bfloat16)
+
+    given = {"q": heads(queries), "k": heads(keys), "v": heads(keys), "probability": 0.1, "causal": False, "scale": 0.1}
+    return {**given, **others}
+
+
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "missing", lambda cuda=False: "")
+    monkeypatch.setattr(triton_implementations, "check_target", lambda target: None)
+
+
+def test_wide_heads_on_hopper_are_taken() -> None:
+    for queries, keys, width in ((256, 256, 128), (64, 384, 96), (192, 128, 72)):
+        check(HOPPER, arguments(queries, keys, width))
+        check_backward(HOPPER, arguments(queries, keys, width))
+        for operator in ("dropout_attention_forward", "dropout_attention_backward"):
+            assert choose(operator, HOPPER, arguments(queries, keys, width))[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "reason"),
+    [
+        (Target("cpu"), arguments(), "needs a CUDA device"),
+        (Target("cuda", (8, 9)), arguments(), "compute capability 9.0"),
+        (Target("cuda", (10, 0)), arguments(), "compute capability 9.0"),
+        (HOPPER, arguments(width=64), "a head of 64 features"),
+        (HOPPER, arguments(width=136), "a head of 136 features"),
+        (HOPPER, arguments(queries=2**36, keys=2**36), "too many tiles"),
+    ],
+)
+def test_others_are_not_and_the_reason_is_said(target: Target, given: dict[str, Any], reason: str) -> None:
+    for one in (check, check_backward):
+        with pytest.raises(Unsupported, match=reason):
+            one(target, given)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(197, 256), (256, 197), (256, 64)])
+def test_backward_of_other_lengths_is_tritons_and_forward_is_not(queries: int, keys: int) -> None:
+    check(HOPPER, arguments(queries, keys))
+    with pytest.raises(Unsupported, match="no multiple of"):
+        check_backward(HOPPER, arguments(queries, keys))
+    assert choose("dropout_attention_forward", HOPPER, arguments(queries, keys))[0] == "cuda"
+    assert choose("dropout_attention_backward", HOPPER, arguments(queries, keys))[0] == "triton"
+
+
+def test_a_core_that_was_not_built_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "missing", lambda cuda=False: "the C++ core is not built")
+    with pytest.raises(Unsupported, match="not built"):
+        check(HOPPER, arguments())
