@@ -24,6 +24,8 @@ from te_compile.parameter_names import WRAPPERS
 # The variables that hold "the model": a module's own, torch.compile's for a bare torch.nn module, and a closure's.
 _MODEL_VARIABLES = {"self", "fn", "model"}
 _PARAMETRIZED = re.compile(r"\bparametrizations\.(?P<name>[^.]+)\.original\d*$")
+# Where a decorator's frame has the module whose method it wraps, and what it goes on to: ``def wrapper(*args, **kwargs)``.
+_FIRST_OF_A_TUPLE = re.compile(r"""^L\[(['"])(?P<variable>\w+)\1\]\[0\](?=[.\[])""")
 _STORES = {"_modules", "_parameters", "_buffers"}
 _TOKEN = re.compile(
     r"""^(?P<scope>[LG])(?=\[)                       # L[...] and G[...]: a local or global variable
@@ -66,14 +68,16 @@ def _components(path: str) -> tuple[str, list[str]] | None:
 def dotted(path: str, own: str = "") -> str:
     """A path of Dynamo's as users write it: ``L['self']._modules['h']._modules['0']`` → ``h.0``; "" if it has no name.
 
-    own: the variable in which the captured frame has its own module, where it is not called ``self``.
+    own: where the captured frame has its own module, if that is not called ``self``: a variable, or ``args.0``.
     """
     found = _components(path)
     if found is None:
         return ""
     root, below = found
-    is_model = root in _MODEL_VARIABLES or root == own or root.startswith("__import_")
-    return ".".join(below if is_model else [root, *below])
+    if root in _MODEL_VARIABLES or root.startswith("__import_"):
+        return ".".join(below)
+    name = ".".join([root, *below])
+    return "" if name == own else name.removeprefix(f"{own}.") if own else name
 
 
 def owner(parameter: str) -> str:
@@ -121,13 +125,19 @@ def input_name(placeholder: Node, own: str | None = None) -> str:
 
 
 def own_variable(graph: Graph) -> str:
-    """The variable in which the captured frame has its own module; "" for a function, or where no module is called.
+    """Where the captured frame has its own module, a variable or the first of a tuple, as ``args.0`` in a method that a
+    decorator wraps; "" for a function, or where no module is called.
 
     To know the latter takes a look at every node, so whoever names many linears of one graph asks once.
     """
-    outermost = next((stack[0][1] for node in graph.nodes if (stack := _stack(node))), "")
+    outermost = [stack[0][1] for node in graph.nodes if (stack := _stack(node))]
+    if not outermost:
+        return ""
+    passed_on = _FIRST_OF_A_TUPLE.match(outermost[0])
+    if passed_on and all(path.startswith(passed_on[0]) for path in outermost):
+        return f"{passed_on['variable']}.0"
     # A frame's own module is no entry of its stacks: what stands there alone was called from a function.
-    root, below = _components(outermost) or ("", [])
+    root, below = _components(outermost[0]) or ("", [])
     return root if below else ""
 
 

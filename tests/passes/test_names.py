@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from te_compile.parameter_names import unwrapped
+from te_compile.passes import manager
 from te_compile.passes.names import KnownNames, dotted, module_name, name_of_use, owner
 
 
@@ -49,6 +53,11 @@ def test_a_source_that_is_no_path_has_no_name(path: str) -> None:
 def test_the_frames_own_module_is_left_out_whatever_it_is_called() -> None:
     assert dotted("L['this'].fc.weight", own="this") == "fc.weight"
     assert dotted("L['other'].fc.weight", own="this") == "other.fc.weight"
+    assert dotted("L['args'][0]._modules['fc']._parameters['weight']", own="args.0") == "fc.weight"
+    assert (
+        dotted("L['args'][0]", own="args.0") == ""
+        and dotted("L['args'][1].fc.weight", own="args.0") == "args.1.fc.weight"
+    )
 
 
 def test_a_weight_is_named_by_its_module_and_other_parameters_by_themselves() -> None:
@@ -118,6 +127,44 @@ def test_linears_bear_the_names_of_their_modules() -> None:
 def test_a_closures_model_gives_no_prefix() -> None:
     model = Block()
     assert captured_names(lambda x: model(x)) == NAMES
+
+
+def passed_on(method: Any) -> Any:
+    """What decorators do that know nothing of a method's arguments."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Block):
+    forward = passed_on(Block.forward)
+
+
+def test_a_method_that_a_decorator_wraps_gives_no_prefix() -> None:
+    assert captured_names(Decorated()) == NAMES
+
+
+def test_an_exclusion_knows_the_linears_of_a_method_that_a_decorator_wraps() -> None:
+    options = {"compiler": "aot_eager", "exclude": [NAMES[1]]}
+    with manager.recording() as records:
+        torch.compile(Decorated(), backend="te_fp8", options=options)(torch.randn(4, 16))
+    assert {site.name for site in records[0].plan.sites if site.status != "fp8"} == {NAMES[1]}
+
+
+def test_the_modules_of_a_functions_list_are_told_apart() -> None:
+    models = Block(), Block()
+
+    def run(*parts: Any) -> Tensor:
+        return models[0](*parts) + models[1](*parts)
+
+    def both(*parts: Any) -> Tensor:
+        return parts[0](parts[2]) + parts[1](parts[2])
+
+    assert len(set(captured_names(run))) == 2 * len(NAMES)
+    assert len(set(captured_names(lambda x: both(*models, x)))) == 2 * len(NAMES)
 
 
 def test_two_modules_of_a_function_are_told_apart() -> None:
