@@ -194,6 +194,7 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
 
     def inference(graph_module: GraphModule, _: Sequence[Any]) -> Compiled:
         passes(graph_module.graph)
+        _require_no_gradients(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -217,6 +218,14 @@ def _return_no_views(graph: Graph) -> None:
     for result in graph.output_node().all_input_nodes:
         if result.target is torch.ops.aten.view.default:
             result.target = torch.ops.aten._unsafe_view.default
+
+
+def _require_no_gradients(graph: Graph) -> None:
+    """Cast by ATen where no gradients are wanted: PyTorch's own code of its primitive for casts makes a tensor that
+    requires a gradient of one that does, under ``no_grad`` as well."""
+    for cast in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        source, dtype = cast.args
+        cast.target, cast.args, cast.kwargs = torch.ops.aten._to_copy.default, (source,), {"dtype": dtype}
 
 
 def _drawing_as_eager_does() -> dict[Any, Callable[..., Any]]:

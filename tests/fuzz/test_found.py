@@ -32,6 +32,20 @@ def test_what_a_checkpointed_block_gives_to_an_fp8_linear_and_to_a_sum_can_be_re
     check(Case(Model, lambda more: (torch.randn(3, 4, 32), torch.randn(3, 4, 32))))
 
 
+def test_a_cast_requires_no_gradient_where_nothing_does() -> None:
+    """Under no_grad, PyTorch's own code of the primitive for casts gives back what requires one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.fc(y), x.to(torch.float16).float()[:, 0]
+
+    check(Case(Model, lambda more: (torch.randn(5, 32, dtype=torch.bfloat16, requires_grad=True), torch.randn(5, 32))))
+
+
 def test_what_a_norm_before_an_fp8_linear_returned_may_be_changed_in_place() -> None:
     """te::norm returned a view from its autograd function, which autograd forbids to change."""
 

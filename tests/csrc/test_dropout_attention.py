@@ -1,0 +1,50 @@
+"""What te_cuda_dropout_attention does not take, before it asks a GPU for anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from te_compile.kernels import native
+
+pytestmark = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="needs the C++ core with CUDA")
+
+ADDRESS, STRIDES = 1 << 20, (256 * 4 * 128, 4 * 128, 128)
+
+
+def arguments(**changed: Any) -> list[Any]:
+    """Those of a sound request but for its addresses, which nothing gets as far as to read."""
+    core = native.module()
+    given: dict[str, Any] = {
+        "device": 0, "dtype": core.BFLOAT16, "causal": False, "sizes": (2, 4, 256, 256, 128), "scale": 0.1, "growth": 1.1,
+        "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
+        "bits": ADDRESS, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
+    }  # fmt: skip
+    assert changed.keys() <= given.keys()
+    return list({**given, **changed}.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"sizes": (2, 4, 0, 256, 128)}, "there must be a query and a key"),
+        ({"sizes": (2, 4, 256, 256, 136)}, "a multiple of 8 features, up to 128"),
+        ({"sizes": (2, 4, 256, 256, 100)}, "a multiple of 8 features, up to 128"),
+        ({"sizes": (2, 4, 256, 128, 128), "causal": True}, "causal with other keys than queries"),
+        ({"dtype": 0}, "TE_FLOAT16 or TE_BFLOAT16"),
+        ({"bits": 0}, "bits, out or logsumexp is null"),
+        ({"q": 0}, "q must be aligned"),
+        ({"k": ADDRESS + 2}, "k must be aligned to 16 bytes"),
+        ({"v_strides": (512, 0, 128)}, "v must be aligned to 16 bytes, its strides positive multiples of 8"),
+        ({"q_strides": (512, 131, 128)}, "q must be aligned to 16 bytes, its strides positive multiples of 8"),
+    ],
+)
+def test_bad_requests_are_said(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        native.module().cuda_dropout_attention(*arguments(**changed))
+
+
+def test_more_tiles_than_blocks_are_unsupported() -> None:
+    with pytest.raises(native.module().Unsupported, match="more tiles than a launch has blocks"):
+        native.module().cuda_dropout_attention(*arguments(sizes=(2**20, 2**10, 2**10, 2**10, 128)))
