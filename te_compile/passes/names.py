@@ -24,7 +24,7 @@ from te_compile.parameter_names import WRAPPERS
 # The variables that hold "the model": a module's own, torch.compile's for a bare torch.nn module, and a closure's.
 _MODEL_VARIABLES = {"self", "fn", "model"}
 _PARAMETRIZED = re.compile(r"\bparametrizations\.(?P<name>[^.]+)\.original\d*$")
-# Where a decorator's frame has the module whose method it wraps, and what it goes on to: ``def wrapper(*args, **kwargs)``.
+# Where a decorator's frame, that of ``def wrapper(*args, **kwargs)``, has the module whose method it wraps.
 _FIRST_OF_A_TUPLE = re.compile(r"""^L\[(['"])(?P<variable>\w+)\1\]\[0\](?=[.\[])""")
 _STORES = {"_modules", "_parameters", "_buffers"}
 _TOKEN = re.compile(

@@ -17,7 +17,8 @@ def arguments(**changed: Any) -> list[Any]:
     """Those of a sound request but for its addresses, which nothing gets as far as to read."""
     core = native.module()
     given: dict[str, Any] = {
-        "device": 0, "dtype": core.BFLOAT16, "causal": False, "sizes": (2, 4, 256, 256, 128), "scale": 0.1, "growth": 1.1,
+        "device": 0, "dtype": core.BFLOAT16, "causal": False, "sizes": (2, 4, 256, 256, 128), "scale": 0.1,
+        "growth": 1.1,
         "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
         "bits": ADDRESS, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
     }  # fmt: skip

@@ -140,6 +140,8 @@ def passed_on(method: Any) -> Any:
 
 
 class Decorated(Block):
+    """The same, but what Dynamo captures is the decorator's frame."""
+
     forward = passed_on(Block.forward)
 
 
