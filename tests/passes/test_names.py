@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from te_compile.backend import te_fp8
 from te_compile.parameter_names import unwrapped
 from te_compile.passes import manager
 from te_compile.passes.names import KnownNames, dotted, module_name, name_of_use, owner
@@ -152,7 +153,7 @@ def test_a_method_that_a_decorator_wraps_gives_no_prefix() -> None:
 def test_an_exclusion_knows_the_linears_of_a_method_that_a_decorator_wraps() -> None:
     options = {"compiler": "aot_eager", "exclude": [NAMES[1]]}
     with manager.recording() as records:
-        torch.compile(Decorated(), backend="te_fp8", options=options)(torch.randn(4, 16))
+        torch.compile(Decorated(), backend=te_fp8, options=options)(torch.randn(4, 16))
     assert {site.name for site in records[0].plan.sites if site.status != "fp8"} == {NAMES[1]}
 
 
