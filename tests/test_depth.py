@@ -7,6 +7,7 @@ more and more.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,22 @@ class Stack(nn.Module):
         mask = torch.where(padding[:, None, None, :], 0.0, torch.finfo(x.dtype).min)
         mask = mask.expand(-1, 1, x.shape[1], -1)
         return checkpoint(self.body, x, mask, use_reentrant=False) if self.checkpointed else self.body(x, mask)
+
+
+def passed_on(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A decorator of forward whose frame has the module as the first of a tuple, as Hugging Face's are."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any) -> Tensor:
+        return method(*args)
+
+    return wrapper
+
+
+class Decorated(Stack):
+    """Layers whose forward is decorated."""
+
+    forward = passed_on(Stack.forward)
 
 
 class Perceptron(nn.Module):
@@ -198,6 +215,7 @@ MODELS: dict[str, Callable[[int], Callable[..., Tensor]]] = {
     "spelled-out attention": Stack,
     "repeated heads": lambda depth: Stack(depth, spelled=False),
     "layers in one checkpoint": lambda depth: Stack(depth, checkpointed=True),
+    "a decorated method": Decorated,
     "a function": functional,
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from te_compile.passes.names import KnownNames, input_name
+from te_compile.passes.names import KnownNames, input_name, own_variable
 from te_compile.passes.plan import Attention, Plan
 
 
@@ -29,8 +29,9 @@ def attention_name(
 
 def _captured_module(plan: Plan, names: KnownNames) -> str:
     """The module whose forward was captured: what the model's names of parameters have before the graph's own."""
+    own = {graph: own_variable(graph) for graph in {placeholder.graph for placeholder in plan.parameters}}
     for placeholder, parameter in plan.parameters.items():
-        inside = f".{input_name(placeholder)}"
+        inside = f".{input_name(placeholder, own[placeholder.graph])}"
         for alias in names.aliases.get(id(parameter), ()):
             if alias.endswith(inside):
                 return alias.removesuffix(inside)

@@ -67,11 +67,12 @@ class _NotConstantError(Exception):
 
 @dataclass
 class Constants:
-    """What has been found out about a graph so far, for all its masks: the values of constant nodes, and of each node
-    that was asked about whether anything writes to it."""
+    """What has been found out about a graph so far, for all its masks: the values of constant nodes, of each node that
+    was asked about whether anything writes to it, and of inputs why nothing is known of them."""
 
     values: dict[Node, Any] = field(default_factory=dict)
     changes: dict[Node, bool] = field(default_factory=dict)
+    unknown: dict[Node, str] = field(default_factory=dict)
 
 
 def _is_pure(node: Node) -> bool:
@@ -240,7 +241,11 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
         value = evaluated(mask, known, _seen_through(region))
     except _NotConstantError:
         given = _input_behind(mask, region)
-        return _UNPROVEN if given is None else _why_unknown(given)
+        if given is None:
+            return _UNPROVEN
+        if given not in known.unknown:
+            known.unknown[given] = _why_unknown(given)
+        return known.unknown[given]
     if isinstance(value, Tensor) and _allowed(value) is None:
         smallest = value.amin()
         if bool(((value == 0) | (value == smallest)).all()) and bool(smallest <= HIDDEN):

@@ -128,16 +128,15 @@ def own_variable(graph: Graph) -> str:
     """Where the captured frame has its own module, a variable or the first of a tuple, as ``args.0`` in a method that a
     decorator wraps; "" for a function, or where no module is called.
 
-    To know the latter takes a look at every node, so whoever names many linears of one graph asks once.
+    To know the last two takes a look at every node, so whoever names many things of one graph asks once.
     """
-    outermost = [stack[0][1] for node in graph.nodes if (stack := _stack(node))]
-    if not outermost:
-        return ""
-    passed_on = _FIRST_OF_A_TUPLE.match(outermost[0])
+    outermost = (stack[0][1] for node in graph.nodes if (stack := _stack(node)))
+    first = next(outermost, "")
+    passed_on = _FIRST_OF_A_TUPLE.match(first)
     if passed_on and all(path.startswith(passed_on[0]) for path in outermost):
         return f"{passed_on['variable']}.0"
     # A frame's own module is no entry of its stacks: what stands there alone was called from a function.
-    root, below = _components(outermost[0]) or ("", [])
+    root, below = _components(first) or ("", [])
     return root if below else ""
 
 
