@@ -12,9 +12,11 @@ from torch._dynamo.eval_frame import innermost_fn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import state
+from te_compile.flat_parameters import parameter_of
 from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY
 from te_compile.ops.weights import QUANTIZE_WEIGHTS
@@ -105,6 +107,7 @@ class Runner:
         given = gm.graph.find_nodes(op="placeholder")[signature.added :]
         self.compiled = innermost_fn(compiled)  # Dynamo, which calls this, is off already
         self.positions = [given.index(weight) for weight in signature.weights] if signature.states else []
+        self.some_are_flat = not all(isinstance(value_of(weight), Parameter) for weight in signature.weights)
         self.signature, self.history_length = signature, history_length(recipe)
         self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
@@ -124,7 +127,7 @@ class Runner:
     def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         """A call inside of a checkpoint, which runs it once more (recomputation.py)."""
         *own, _ = states  # but for the token
-        weights = [args[position] for position in self.positions]
+        weights = self._parameters([args[position] for position in self.positions])
         first = around.first_pass(weights)
         if first is None:
             with _disable_current_modes():  # a checkpoint that selects what it saves counts operators; these run once
@@ -143,14 +146,15 @@ class Runner:
 
     def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
         state.poll()
-        weights = [args[position] for position in self.positions]
+        given = [args[position] for position in self.positions]
+        weights = self._parameters(given)
         version = state.version()
-        by = version, list(map(id, weights)), list(map(_device_of, weights))
+        by = version, list(map(id, weights)), list(map(_device_of, given))
         found, states = self.found.get(by[1][0], _NOTHING)
         if found != by:
             if found is not None and found[0] != version:
                 self.found.clear()  # it would keep alive what is gone
-            states = self._looked_up(weights)
+            states = self._looked_up(weights, given)
             if state.version() == version and not isinstance(weights[0], FakeTensor):
                 self.found[by[1][0]] = by, states
         states = states.copy()
@@ -158,13 +162,19 @@ class Runner:
             states[-1] = _token_of_one_call(states[-1])
         return states
 
-    def _looked_up(self, weights: list[Tensor]) -> list[Tensor]:
+    def _parameters(self, given: list[Tensor]) -> list[Tensor]:
+        """The parameters of the user's model that these weights are, which last."""
+        if not self.some_are_flat:
+            return given
+        return [each if (parameter := parameter_of(each)) is None else parameter for each in given]
+
+    def _looked_up(self, weights: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         training = self.signature.training
         ids = list(map(id, weights))  # the same one twice, if another became it after Dynamo had looked
         states = [
             state.state_of(
                 weight, self.history_length, training=training, gradient_max=self.gradient_max,
-                place=ids[:at].count(ids[at]),
+                place=ids[:at].count(ids[at]), shown_by=given[at],
             )
             for at, weight in enumerate(weights)
         ]  # fmt: skip

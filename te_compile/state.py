@@ -122,15 +122,18 @@ def state_of(
     training: bool = False,
     gradient_max: float = GRADIENT_MAX,
     place: int = 0,
+    shown_by: Tensor | None = None,
 ) -> ParameterState:
     """The state of ``parameter`` for a history of this length, made now if there is none, on the parameter's device.
 
     training: a backward will follow, so from here on the gradient's row, too, is waited for. gradient_max: the largest
     number of the FP8 type in which that backward quantises gradients. place: how often the graph has got the parameter
-    before.
+    before. shown_by: the tensor that is the parameter in this call, where it is not itself (flat_parameters.py); its
+    device counts.
     A fake parameter (a compiler's dry run) gets a fake state that nobody keeps.
     """
     state = existing_state(parameter, history_length)
+    used = parameter if shown_by is None else shown_by
     if state is None:
         if isinstance(parameter, FakeTensor):
             return _fresh(parameter, history_length)
@@ -139,10 +142,10 @@ def state_of(
     state.only_loaded = False
     for _ in range(place):
         if state.next_place is None:
-            state.next_place = _waiting_for_data(_fresh(parameter, history_length))
+            state.next_place = _waiting_for_data(_fresh(used, history_length))
         state = state.next_place
-    if state.forward.device != parameter.device:
-        _move(state, parameter)
+    if state.forward.device != used.device:
+        _move(state, used)
     if training and state.gradient_max != gradient_max:
         _aim(state, gradient_max)
     if training and not state.trains:

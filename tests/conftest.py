@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SEED_VARIABLE = "TEST_SEED"
 ORDER_VARIABLE = "TEST_SLOW_ORDER"  # how the test processes of one run agree on the order, also past midnight
@@ -92,6 +93,14 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone: parameters become DTensors on it as on any other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
@@ -317,14 +316,6 @@ def test_data_parallel_ranks_agree_on_gradients_and_if_asked_on_amaxes(reduce_am
     for name, entry in first["state"].items():
         agree = torch.equal(entry, second["state"][name])
         assert agree is reduce_amax, name
-
-
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone: parameters become DTensors on it as on any other."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 def test_tensor_parallel_linears_stay_and_the_others_run_in_fp8(one_rank: DeviceMesh) -> None:

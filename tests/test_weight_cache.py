@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -538,22 +540,14 @@ def test_a_tied_weight_is_quantised_once() -> None:
 # --- surroundings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_parameters_under_fsdp_are_quantised_on_the_graph() -> None:
+def test_parameters_under_fsdp_are_quantised_on_the_graph(one_rank: DeviceMesh) -> None:
     """What FSDP gathers for each use and frees behind it must not live on in FP8."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.ModuleList([Chain(), Chain()])
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-        with manager.recording() as records:
-            for block in model:
-                block.compile(backend="te_fp8", options={"compiler": "aot_eager"})
-                backward(block(data()))
-    finally:
-        torch.distributed.destroy_process_group()
+    model = nn.ModuleList([Chain(), Chain()])
+    fully_shard(model[0], mesh=one_rank)
+    with manager.recording() as records:
+        for block in model:
+            block.compile(backend="te_fp8", options={"compiler": "aot_eager"})
+            backward(block(data()))
     sharded, plain = records
     assert len(te_nodes(sharded, "quantize_weights")) == 1 and not sharded.plan.groups
     assert not te_nodes(plain, "quantize_weights") and len(plain.plan.groups) == 1

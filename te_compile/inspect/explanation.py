@@ -17,13 +17,14 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from te_compile import state
 from te_compile.backend import te_fp8
+from te_compile.flat_parameters import parameter_of
 from te_compile.inspect.attention_names import attention_name
 from te_compile.inspect.attentions import AttentionRow
 from te_compile.inspect.fusions import Use, implementations_in, uses_in
@@ -98,7 +99,8 @@ class _Look:
 
         def run(*args: Any) -> Any:
             named = zip(inputs, args, strict=True)
-            captured.runs.append({name: each for name, each in named if isinstance(each, nn.Parameter)})
+            parameters = ((name, parameter_of(each)) for name, each in named if isinstance(each, Tensor))
+            captured.runs.append({name: each for name, each in parameters if each is not None})
             return gm.forward(*args)
 
         return run

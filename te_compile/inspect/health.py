@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_compile import state
+from te_compile.flat_parameters import has_flat_parameters
 from te_compile.inspect.measurement import Measuring, measure
 from te_compile.inspect.statistics import Statistics, TensorStatistics, figures, statistics_of, summed
 from te_compile.options import Options
@@ -61,8 +62,9 @@ def _why_nothing(recipe: Recipe) -> str:
 
 
 def _remembered(names: KnownNames, recipe: Recipe) -> list[TensorStatistics]:
-    """From the state of each parameter; weights are at hand and measured."""
+    """From the state of each parameter; weights are measured, where they are whole and at hand."""
     rows: list[TensorStatistics] = []
+    sharded = has_flat_parameters(names.model)
     for parameter in names.model.parameters():
         kept = state.existing_state(parameter, history_length(recipe)) if recipe.stateful else None
         if kept is None:
@@ -72,7 +74,7 @@ def _remembered(names: KnownNames, recipe: Recipe) -> list[TensorStatistics]:
         table = torch.stack([kept.scale, kept.skipped, amaxes]).T.tolist()
         for role, (scale, skipped, amax) in zip(state.ROLES, table, strict=True):
             found = None
-            if role == "w" and scale > 0 and parameter.device.type != "meta":
+            if role == "w" and scale > 0 and not (sharded or parameter.is_meta):
                 found = figures(parameter, kept.scale[1], recipe.fp8_format.forward)
             fp8_max = kept.gradient_max if role == "gradient" else recipe.fp8_format.forward_max
             rows.append(statistics_of(name, role, scale, fp8_max, int(skipped), amax or None, found))

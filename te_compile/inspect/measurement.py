@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_compile import state
 from te_compile.backend import rewrite
+from te_compile.flat_parameters import has_flat_parameters
 from te_compile.inspect.statistics import figures
 from te_compile.inspect.target import fresh, modules_of, uncompiled, undisturbed
 from te_compile.ops.gemm import GEMM
@@ -203,7 +204,8 @@ def _require_whole(target: Callable[..., Any]) -> None:
     """A step of one rank alone would wait for the others' shards."""
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
     named = owner.named_parameters() if isinstance(owner, nn.Module) else ()
-    sharded = next((name for name, parameter in named if hasattr(parameter, "device_mesh")), None)
+    is_flat = isinstance(owner, nn.Module) and has_flat_parameters(owner)
+    sharded = next((name for name, parameter in named if is_flat or hasattr(parameter, "device_mesh")), None)
     if sharded is not None:
         raise ValueError(
             f"the parameter {sharded} is sharded over ranks, and a step is measured on a whole model; "

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
+from te_compile.flat_parameters import parameter_of
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
 from te_compile.passes.function_transforms import transforms_around
@@ -194,8 +195,9 @@ def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], exa
     """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
     root = regions[0]
     for placeholder, example in zip(root.placeholders, example_inputs, strict=True):
-        if isinstance(example, Parameter):
-            plan.parameters[placeholder] = example
+        parameter = parameter_of(example)
+        if parameter is not None:
+            plan.parameters[placeholder] = parameter
     weights = Weights(regions, plan.parameters)
     for region in regions:
         plan.sites.extend(_sites_in(region, weights))
