@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,11 +66,24 @@ class Compilation:
         LOG.debug("graph %d: %s: %d in %.1f ms", self.number, name, changed, 1e3 * seconds)
         if name == DECIDED_BY:
             LOG.info("graph %d: %s", self.number, summary(self.plan))
+            self._warn_of_nothing()
         if dump is not None:
             head = f"# {name}: {changed} in {1e3 * seconds:.1f} ms"
             decided = [f"# {line}" for line in decisions(self.plan)] if name == DECIDED_BY else []
             dump.write(f"{len(self.passes):02d}_{name}", "\n".join([head, *decided, graph_text(graph)]))
         return changed
+
+    def _warn_of_nothing(self) -> None:
+        """Who asks for FP8 and gets none should not find out from the time that a training takes. Whoever records the
+        compilation reads that there. The same words for equal graphs, because Python shows a warning once."""
+        reasons = "" if self.keep_graphs else self.plan.why_nothing_runs()
+        if reasons:
+            how_many = f"none of the {len(self.plan.sites)} linears" if len(self.plan.sites) > 1 else "not one linear"
+            warnings.warn(
+                f"te_fp8: {how_many} of a captured graph runs in FP8: {reasons} (te_compile.explain(model, …) has the "
+                "details; strict=True makes this an error)",
+                stacklevel=2,
+            )
 
 
 def summary(plan: Plan) -> str:

@@ -27,6 +27,9 @@ class StrictError(RuntimeError):
     """``strict=True`` and something would run in high precision because te_fp8 does not support it."""
 
 
+_NOTHING_TO_DO = "; nothing to do: "  # how reasons begin what is no advice
+
+
 @dataclass
 class Site:
     """One linear of the graph: where it is, what it multiplies and what becomes of it.
@@ -133,6 +136,13 @@ class Plan:
         """Share of the eligible linear FLOPs that run in FP8; 1 where there are none."""
         eligible = sum(site.flops for site in self.eligible)
         return sum(site.flops for site in self.selected) / eligible if eligible else 1.0
+
+    def why_nothing_runs(self) -> str:
+        """The reasons for which none of the linears runs in FP8, in one line; "" where one does, where most stay by a
+        rule or because the user said so, and where nobody can do anything about it."""
+        lacking = [site for site in self.eligible if _NOTHING_TO_DO not in site.reason]
+        most = 2 * sum(site.flops for site in lacking) > sum(site.flops for site in self.sites)
+        return "" if self.selected or not most else "; or ".join(dict.fromkeys(site.reason for site in lacking))
 
     def require_all_supported(self) -> None:
         """Raise StrictError if anything stays in high precision for want of support."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.fx import Graph
+from torch.nn import functional as F
 
+import te_compile
 from te_compile.passes import manager
 from te_compile.passes.manager import Compilation
 from te_compile.passes.plan import Plan
+from tests.compiling import compiled
 
 
 def two_calls() -> Graph:
@@ -72,3 +79,45 @@ def test_ranks_dump_into_directories_of_their_own(tmp_path: Path, monkeypatch: p
     assert sorted(each.name for each in tmp_path.iterdir()) == ["rank_0", "rank_3"]
     (graph,) = (tmp_path / "rank_3").iterdir()
     assert sorted(each.name for each in graph.iterdir()) == ["00_captured.txt", "01_a_pass.txt"]
+
+
+# --- nothing runs in FP8 ----------------------------------------------------------------------------------------------
+
+
+def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).to(dtype)
+
+
+def warnings_of(run: Callable[..., Any], x: Tensor, **options: Any) -> list[str]:
+    """What a compilation warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(run, **options)(x)
+    return [str(each.message) for each in caught if "te_fp8" in str(each.message)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_who_asks_for_fp8_and_gets_none_is_warned_and_told_why() -> None:
+    (warning,) = warnings_of(perceptron(torch.float64), torch.randn(4, 32, dtype=torch.float64))
+    assert "none of the 2 linears" in warning and "its input is torch.float64; cast it to" in warning
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_whoever_records_the_compilation_is_not_warned_besides() -> None:
+    with manager.recording():
+        assert not warnings_of(perceptron(torch.float64), torch.randn(4, 32, dtype=torch.float64))
+    x = torch.randn(4, 32, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = te_compile.explain(perceptron(torch.float64), x)
+    assert report.fp8_flops_fraction == 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_no_warning_where_a_linear_runs_or_was_not_meant_to_or_nothing_can_be_done() -> None:
+    model, weight, x = perceptron(), torch.randn(32, 32), torch.randn(4, 32)
+    assert not warnings_of(lambda x: F.linear(x, model[0].weight) + F.linear(x, weight), x)
+    assert not warnings_of(model, x, exclude=["*"])
+    assert not warnings_of(nn.Linear(32, 4), x)  # too narrow, by rule
+    assert not warnings_of(lambda x: F.linear(x, x.tanh().repeat(8, 1)), x)  # a weight made from the input
+    assert not warnings_of(lambda x: x.relu(), x)
