@@ -31,6 +31,7 @@ from te_compile.options import Options
 from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, TO_SAVE_MEMORY, GraphPass
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
+from te_compile.passes.memory import autograd_is_compiled
 from te_compile.passes.rehearse import rehearse, rehearse_copies
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 
@@ -77,7 +78,8 @@ class Passes(CustomGraphPass):
     def _own_uuid(self) -> str:
         available = f"{registry.offers()} {native.missing(cuda=True)}"
         ours = f"te_fp8 {__version__} {source_fingerprint()}"  # the version for the C++ core, which has no sources here
-        return f"{ours} {available} {self.compilation.recipe} {self.compilation.options}"
+        asked = f"{self.compilation.recipe} {self.compilation.options} {autograd_is_compiled()}"
+        return f"{ours} {available} {asked}"
 
 
 class JointPasses(Passes):

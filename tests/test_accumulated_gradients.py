@@ -411,7 +411,7 @@ def test_compiled_autograd_adds_up_gradients_itself(added: list[Tensor]) -> None
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             backward(model, run, x)
 
-    # Of states that backwards update compiled autograd knows nothing, with or without products that add.
+    # Of states that backwards update it knows nothing where it is turned on so late, with or without products that add.
     both_ways(traced, recipe="current")
     assert not added
 

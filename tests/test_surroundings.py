@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,54 @@ def test_blocks_under_fsdp_run_in_fp8_and_their_state_is_that_of_the_whole_param
         each.reshard()
     with pytest.raises(StateError, match="shards"):
         load_state_dict(model, saved)
+
+
+# --- compiled autograd ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_autograd() -> Iterator[None]:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        yield
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_compiled_autograd_trains_as_autograd_does(recipe: str) -> None:
+    models, batches = [Stack(1)], torch.randn(3, 6, 32).unbind()
+    models.append(copy.deepcopy(models[0]))
+    seen: list[list[Tensor]] = []
+    for model, is_compiled in zip(models, (False, True), strict=True):
+
+        def step(x: Tensor, model: nn.Module = model) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with torch._dynamo.config.patch(compiled_autograd=is_compiled):
+            run = compiled(step if is_compiled else model, recipe=recipe)
+            fast = run if is_compiled else lambda x, run=run, step=step: step(x, run)
+            found = []
+            for x in batches:
+                found += [fast(x), *gradients(model).values()]
+                optimizer.step()
+                optimizer.zero_grad()
+        seen.append([*found, *model.state_dict().values(), *state_dict(model).values()])
+    assert len(seen[0]) == len(seen[1])
+    for got, expected in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_under_compiled_autograd_a_state_that_has_changed_is_no_longer_differentiated(compiled_autograd: None) -> None:
+    """There is nobody to hand the states to a backward that comes after another forward: better an error."""
+    model = Stack(1)
+    fast = compiled(model)
+    first = fast(torch.randn(6, 32)).square().mean()
+    first.backward()
+    first, second = (fast(torch.randn(6, 32)).square().mean() for _ in range(2))
+    second.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
 
 
 # --- Trainer -------------------------------------------------------------------------------------------------------

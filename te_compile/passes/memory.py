@@ -5,12 +5,16 @@ would be wrong by several per cent, silently. And a backward state is meant to c
 share it (two forwards, then two backwards), which autograd's version check would refuse. And a ticket for a gradient
 made anew would have another number.
 
+Compiled autograd hands a backward pass nothing of what was saved without such a check. Where it is turned on the states
+are saved like any tensor, and of several forwards in a row the last one alone can be differentiated; autograd says so.
+
 What the backward pass quantises anew, of a weight say, needs no gradient for it, and so could be made in the forward
 pass, and saved. It is made anew in order not to be: it must stay in the backward pass.
 """
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -21,6 +25,11 @@ from te_compile.passes.prune_outputs import PRODUCERS
 def is_tangent(node: Node) -> bool:
     """Is ``node`` a gradient that the backward pass is given?"""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def autograd_is_compiled() -> bool:
+    """Will compiled autograd run the backward passes of what is compiled now, as far as that can be known?"""
+    return bool(torch._dynamo.config.compiled_autograd)
 
 
 def tag_memory(graph: Graph) -> int:
@@ -41,7 +50,7 @@ def tag_memory(graph: Graph) -> int:
             marked += 1
         elif is_te(node, "update_scales_"):
             for state in node.all_input_nodes:
-                if state.op == "placeholder":
+                if state.op == "placeholder" and not autograd_is_compiled():
                     state.meta["saved_tensor_with_no_vc_check"] = True
                     marked += 1
     return marked
