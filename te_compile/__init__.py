@@ -7,6 +7,7 @@ That call needs no import of this package. What is here is for looking in and fo
     te_compile.stats(model)                             is the scaling healthy: headroom, underflow, error
     te_compile.configure(recipe="current")              defaults for every later compilation
     te_compile.save_state(model, path), load_state      the FP8 state, to resume a training
+    te_compile.reset_state(model)                       forget it, for weights of another training
     te_compile.refresh_weights(model)                   after weights were changed behind autograd's back
 
 Everything is loaded when first used, so importing the package costs nothing and cannot fail.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from te_compile.recipe import DelayedScaling, Float8CurrentScaling, Format, RecipeError
     from te_compile.state import StateError
     from te_compile.state_files import load_state, load_state_dict, save_state, state_dict
+    from te_compile.state_reset import reset_state
     from te_compile.weight_cache import refresh_weights
 
     __version__: str
@@ -54,6 +56,7 @@ _HOME = {
     "load_state": "state_files",
     "state_dict": "state_files",
     "load_state_dict": "state_files",
+    "reset_state": "state_reset",
     "refresh_weights": "weight_cache",
     "StateError": "state",
 }
@@ -78,6 +81,7 @@ __all__ = [
     "load_state",
     "load_state_dict",
     "refresh_weights",
+    "reset_state",
     "save_state",
     "state_dict",
     "stats",

@@ -157,6 +157,7 @@ class Runner:
             states = self._looked_up(weights, given)
             if state.version() == version and not isinstance(weights[0], FakeTensor):
                 self.found[by[1][0]] = by, states
+        state.keep_if_captured(states)
         states = states.copy()
         if self.signature.training and calibration.pending():
             states[-1] = _token_of_one_call(states[-1])

@@ -234,6 +234,22 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
     _changed()
 
 
+def start_afresh(parameter: Tensor) -> None:
+    """Forget the states of ``parameter``; the next call makes a new one. Backward passes that wait have the old one."""
+    if by_length := _states.get(id(parameter)):
+        by_length.clear()
+        _changed()
+
+
+_captured: list[list[Tensor]] = []  # a CUDA graph of the user's knows them by their addresses, and may be replayed
+
+
+def keep_if_captured(states: list[Tensor]) -> None:
+    """Keep ``states`` in memory for good if this call of theirs is being captured into a CUDA graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _captured.append(states)
+
+
 # --- which states still lack a scale, asked without ever stalling a device -----------------------------------------
 
 

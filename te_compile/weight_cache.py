@@ -56,8 +56,8 @@ _OTHER_WEIGHTS = 2.0  # times as large as those before, which a step of an optim
 _CUT_OFF = (
     "te_fp8: one of {weights} weights reaches {times:.3g} times as far as its FP8 scale, which is that of the weights "
     "of an earlier training. Without gradients no scale is renewed: the weight is cut off, and so may activations be, "
-    "until training has met them. Load the FP8 state that belongs to these weights (te_compile.load_state), or "
-    'compile with recipe="current".'
+    "until training has met them. Load the FP8 state that belongs to these weights (te_compile.load_state), forget the "
+    'one from before (te_compile.reset_state), or compile with recipe="current".'
 )
 
 Key = tuple[list[int], list[int], int, int]
