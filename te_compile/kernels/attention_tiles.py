@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_compile.ops.dropout_bits import words_of
+from te_compile.ops.reach import MOST_WORDS, near
+
 
 @triton.jit
 def rows_of(x, stride, tile, ROWS: tl.constexpr, length, WIDTH: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr):
@@ -104,8 +107,8 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy if the features of a head do not lie side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    """``x``, or a copy if the features of a head do not lie side by side, or rows out of a tile's reach."""
+    return near(x if x.stride(3) == 1 else x.contiguous(), 1)
 
 
 def _is_even(tile: AttentionTile, queries: int, keys: int) -> bool:
@@ -114,6 +117,8 @@ def _is_even(tile: AttentionTile, queries: int, keys: int) -> bool:
 
 def constants(tile: AttentionTile, queries: int, keys: int, width: int, causal: bool) -> dict[str, Any]:
     """The kernels' constants."""
+    if words_of(keys) * queries > MOST_WORDS:
+        raise ValueError(f"the bits of {queries} × {keys} weights are beyond what offsets of 32 bits reach")
     return {
         "CAUSAL": causal, "APART": causal and tile.apart, "WIDTH": width, "D": max(16, triton.next_power_of_2(width)),
         "M": tile.queries, "N": tile.keys, "EVEN": _is_even(tile, queries, keys), "STAGES": tile.stages,

@@ -37,10 +37,12 @@ from te_compile.kernels import buffers
 from te_compile.kernels.attention_tiles import AttentionTile
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.ops.reach import near
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
 P_EXPONENT = tl.constexpr(8)
+NARROWEST = 32  # features: the shortest contraction of FP8 that Triton knows; the rest of a narrower head is zeros
 
 
 WIDE = AttentionTile(128, 128, 8, 3)
@@ -155,7 +157,7 @@ def fp8_attention(
     The last dimension of each has stride 1; there is at least one query and one key.
     """
     (batch, queries, heads, width), (_, keys, shared, _) = q.shape, k.shape
-    tile = tile or tile_for(queries, q.device)
+    tile, k = tile or tile_for(queries, q.device), near(k, 1)
     with on_device_of(q):
         out = buffers.empty(q, (batch, queries, heads, width), out_dtype)
         logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
@@ -164,7 +166,7 @@ def fp8_attention(
             q, k, vt, q_scale_inv, k_scale_inv, v_scale_inv, out, logsumexp,
             queries, keys, heads, heads // shared,
             *q.stride()[:3], *k.stride()[:3], vt.stride(0),
-            SCALE=scale * LOG2_E, CAUSAL=causal, WIDTH=width, BLOCK_D=triton.next_power_of_2(width),
+            SCALE=scale * LOG2_E, CAUSAL=causal, WIDTH=width, BLOCK_D=max(NARROWEST, triton.next_power_of_2(width)),
             BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out, logsumexp

@@ -47,6 +47,7 @@ from te_compile.kernels.quantize import (
     store_words,
 )
 from te_compile.ops.quantize import padded
+from te_compile.ops.reach import near
 from te_compile.recipe import ScaleRule
 
 # The kinds of te_compile/ops/norm.py, as what the kernel does differently: does the row's mean go, is the normalised
@@ -231,7 +232,7 @@ def norm_quantize(
     fp32 [M, 1]; y, q, qᵀ that were not asked for and the mean of an rms kind have shape [0].
     """
     rows, columns = x.shape
-    x = x if x.stride(1) == 1 or columns == 1 else x.contiguous()
+    x = near(x if x.stride(1) == 1 or columns == 1 else x.contiguous(), 0)
     y_dtype = y_dtype or x.dtype
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))

@@ -35,6 +35,7 @@ from te_compile.kernels.quantize import Tile, rule_constants
 from te_compile.ops.pieces import period_of, tensors_of
 from te_compile.ops.pointwise import Place, Spec, extent, grouped
 from te_compile.ops.quantize import padded
+from te_compile.ops.reach import MOST_COLUMNS, MOST_ROWS, is_within_reach, near
 from te_compile.recipe import ScaleRule
 
 # 32 elements a thread, and runs of 64 bytes in qᵀ; with twice as many elements the chains run out of registers. Held to
@@ -65,7 +66,6 @@ def _fits_heads(spec: Spec, columns: int) -> bool:
 
 
 MOST_ROWS_OF_PROGRAMS = 65535  # that one launch may have
-MOST = 2**31 // 256  # rows or columns: offsets within a tile, in either layout, have 32 bits
 
 NARROWEST = 32  # columns of a tile: below it, parts are joined before
 
@@ -99,6 +99,12 @@ def _kernel_arguments(spec: Spec, inputs: list[Tensor], rows: int) -> list[Tenso
 def _bytes(x: Tensor) -> Tensor:
     """``x`` as Triton takes it, which knows truths as bytes."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _near(x: Tensor) -> Tensor:
+    """``x``, or a copy if its rows or columns are out of a tile's reach. Of [A, S, G, D] a tile has several of S and D
+    alone, and those of D lie together where it reads them in place."""
+    return near(x, *{2: (0, 1), 4: (1,)}.get(x.dim(), ()))
 
 
 def _programs(across: int, down: int, flat: bool, turns: int) -> int | tuple[int, ...]:
@@ -152,8 +158,9 @@ def _produced(
     tile: Tile | None,
 ) -> list[Tensor]:
     rows, columns = extent(spec, inputs)
-    if max(rows, columns) > MOST:
-        raise ValueError(f"a producer's matrix is {rows} x {columns}: each of the two may be at most {MOST}")
+    if not is_within_reach(rows, columns):
+        raise ValueError(f"a producer's matrix is {rows} x {columns}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
+    inputs = list(map(_near, inputs))
     tile = tile or tile_for(spec)
     common = common_width(spec, inputs)
     if 0 < common < NARROWEST:

@@ -37,6 +37,7 @@ from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.ops.quantize import padded
+from te_compile.ops.reach import near
 from te_compile.recipe import ScaleRule
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -326,6 +327,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, qᵀ, amax and 1 / scale of x: [M, K] with any strides. ``measure``: the scale may be absent or 0."""
     rows, columns = x.shape
+    x = near(x, 0, 1)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
     with on_device_of(x):

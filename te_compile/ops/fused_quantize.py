@@ -22,6 +22,7 @@ from te_compile.ops import calibration, registry
 from te_compile.ops.library import define
 from te_compile.ops.pointwise import Spec, evaluate, extent
 from te_compile.ops.quantize import padded, quantize_reference
+from te_compile.ops.reach import check_reach, is_within_reach
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.recipe import ScaleRule
 
@@ -54,9 +55,16 @@ def check_triton(target: Target, arguments: dict[str, Any]) -> None:
         from te_compile.kernels.pointwise_source import FORMS
     except ImportError as error:
         raise Unsupported(f"Triton is not installed ({error})") from None
-    missing = {step.operation for step in Spec.parse(arguments["spec"]).steps} - FORMS.keys()
+    spec = Spec.parse(arguments["spec"])
+    missing = {step.operation for step in spec.steps} - FORMS.keys()
     if missing:
         raise Unsupported(f"no Triton form of {', '.join(sorted(missing))}")
+    check_reach(*extent(spec, arguments["inputs"]))
+
+
+def has_no_kernel(spec: Spec, inputs: list[Tensor]) -> bool:
+    """Are these of a size for which no tile can be launched? It may be known no earlier than now."""
+    return any(tensor.numel() == 0 for tensor in inputs) or not is_within_reach(*extent(spec, inputs))
 
 
 @registry.register("fused_quantize", "triton", priority=10, check=check_triton)
@@ -72,7 +80,7 @@ def fused_quantize_triton(
     """A kernel generated from the spec."""
     from te_compile.kernels import pointwise
 
-    if any(tensor.numel() == 0 for tensor in inputs):  # an empty batch has no tile to launch
+    if has_no_kernel(spec, inputs):
         return fused_quantize_reference(inputs, scale, spec, dtype, rowwise, columnwise, rule)
     measure = calibration.must_measure(scale)
     return pointwise.fused_quantize(inputs, scale, spec, dtype, rowwise, columnwise, rule, measure)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
-from te_compile.ops.fused_quantize import check_triton
+from te_compile.ops.fused_quantize import check_triton, has_no_kernel
 from te_compile.ops.library import define
 from te_compile.ops.pointwise import Spec, evaluate, extent
 from te_compile.ops.quantize import padded, quantize_reference
@@ -57,7 +57,7 @@ def fused_quantize_pair_triton(
     """A kernel generated from the spec."""
     from te_compile.kernels import pointwise
 
-    if any(tensor.numel() == 0 for tensor in inputs):  # an empty batch has no tile to launch
+    if has_no_kernel(spec, inputs):
         return fused_quantize_pair_reference(inputs, scales, spec, dtype, layouts, rule)
     measure = any(map(calibration.must_measure, scales))
     return pointwise.fused_quantize_pair(inputs, scales, spec, dtype, layouts, rule, measure)

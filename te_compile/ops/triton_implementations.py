@@ -8,6 +8,7 @@ whether a scale may still be missing, and where in a flat tensor each part goes.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,12 +19,13 @@ from torch import Tensor
 from te_compile.ops import calibration, registry
 from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
-from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share
+from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, words_of
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.quantize import ALIGNMENT, quantize_reference
+from te_compile.ops.reach import MOST_STRIDE, MOST_WORDS, check_reach, is_within_reach
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.ops.weight_refresh import Layout, Refresher
 from te_compile.ops.weights import Outputs, column_places, row_places
@@ -70,12 +72,14 @@ def _check_dtypes(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> None:
 def _check_quantize(target: Target, arguments: dict[str, Any]) -> None:
     check_target(target)
     _check_dtypes([arguments["x"]], arguments["dtype"])
+    check_reach(*arguments["x"].shape)
 
 
 def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
     check_target(target)
     _check_dtypes([arguments["x"], arguments["weight"], arguments["bias"]], arguments["dtype"])
     _check_kind(arguments["kind"])
+    check_reach(*arguments["x"].shape)
 
 
 def _check_kind(kind: str) -> None:
@@ -105,6 +109,9 @@ def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
     _check_dtypes(arguments["weights"], arguments["dtype"])
     if len({weight.dtype for weight in arguments["weights"]}) > 1:
         raise Unsupported("the weights differ in dtype")
+    for weight in arguments["weights"]:
+        *above, columns = weight.shape  # experts lie on top of each other
+        check_reach(math.prod(above), columns)
 
 
 def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
@@ -124,6 +131,9 @@ def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
     for name, length in (("K", b.shape[2]), ("an expert's stride", b.stride(0)), ("a row's stride", b.stride(1))):
         if isinstance(length, int) and length % ALIGNMENT:
             raise Unsupported(f"{name}={length} is not a multiple of {ALIGNMENT}")
+    for name, length in (("K", b.shape[2]), ("N", b.shape[1]), ("a row's stride", b.stride(1))):
+        if isinstance(length, int) and length > MOST_STRIDE:
+            raise Unsupported(f"{name}={length} is more than {MOST_STRIDE}, for a tile's offsets have 32 bits")
 
 
 def _check_snapshot(target: Target, arguments: dict[str, Any]) -> None:
@@ -146,7 +156,7 @@ def quantize(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, rowwise: bool, columnwise: bool, rule: ScaleRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``te::quantize`` by kernels/quantize.py."""
-    if x.numel() == 0:  # an empty batch has no tile to launch
+    if x.numel() == 0 or not is_within_reach(*x.shape):  # no tile to launch
         return quantize_reference(x, scale, dtype, rowwise, columnwise, rule)
     from te_compile.kernels.quantize import quantize as kernel
 
@@ -168,7 +178,7 @@ def norm_quantize(
     rule: ScaleRule,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``te::norm_quantize`` by kernels/norm.py."""
-    if x.numel() == 0:
+    if x.numel() == 0 or not is_within_reach(*x.shape):
         return norm_quantize_reference(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule)
     from te_compile.kernels.norm import norm_quantize as kernel
 
@@ -368,6 +378,13 @@ def check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"a head of {width} features is not {allowed}")
 
 
+def _check_triton_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
+    check_dropout_attention(target, arguments)
+    queries, keys = arguments["q"].shape[1], arguments["k"].shape[1]
+    if isinstance(queries, int) and isinstance(keys, int) and words_of(keys) * queries > MOST_WORDS:
+        raise Unsupported(f"the bits of {queries} × {keys} weights are beyond what offsets of 32 bits reach")
+
+
 @registry.register("dropout_bits", TRITON, priority=PRIORITY, check=_check_dropout)
 def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool) -> Tensor:
     """``te::dropout_bits`` by kernels/dropout_bits.py."""
@@ -378,7 +395,7 @@ def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability:
     return kernel(seed, heads, queries, keys, probability, causal)
 
 
-@registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=check_dropout_attention)
+@registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=_check_triton_dropout_attention)
 def dropout_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -391,7 +408,7 @@ def dropout_attention_forward(
     return kernel(*operands)
 
 
-@registry.register("dropout_attention_backward", TRITON, priority=PRIORITY, check=check_dropout_attention)
+@registry.register("dropout_attention_backward", TRITON, priority=PRIORITY, check=_check_triton_dropout_attention)
 def dropout_attention_backward(
     grad: Tensor,
     q: Tensor,

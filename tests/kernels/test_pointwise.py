@@ -13,6 +13,7 @@ from te_compile.kernels.quantize import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder
+from te_compile.ops.reach import MOST_COLUMNS
 from te_compile.recipe import ScaleRule
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_poisoned")
@@ -115,7 +116,7 @@ def test_more_rows_of_tiles_than_a_rectangle_of_programs_may_have(
 
 
 def test_a_matrix_too_wide_for_offsets_of_32_bits_is_refused(device: str) -> None:
-    wide = torch.zeros((), dtype=torch.bfloat16, device=device).expand(1, pointwise.MOST + 1)
+    wide = torch.zeros((), dtype=torch.bfloat16, device=device).expand(1, MOST_COLUMNS + 1)
     spec = Spec.parse("x0: bfloat16[M, K]; t0 = relu(x0); quantize t0")
     with pytest.raises(ValueError, match="at most"):
         pointwise.fused_quantize([wide], None, spec, FP8[0], True, False, ScaleRule(), measure=True)

@@ -87,7 +87,8 @@ def test_an_old_gpu_falls_back_with_its_capability_named() -> None:
 
 def test_a_new_gpu_gets_the_generated_kernel() -> None:
     pytest.importorskip("triton")
-    assert registry.choose("fused_quantize", Target("cuda", (9, 0)), {"spec": GATE})[0] == "triton"
+    arguments = {"inputs": gate_and_up(), "spec": GATE}
+    assert registry.choose("fused_quantize", Target("cuda", (9, 0)), arguments)[0] == "triton"
 
 
 def test_inductor_compiles_it_with_its_list_of_results() -> None:

@@ -81,7 +81,7 @@ def test_the_operator_keeps_its_contract_with_pytorch() -> None:
 
 
 def test_a_gpu_gets_the_generated_kernel_and_a_cpu_the_reference() -> None:
-    arguments = {"spec": PAIR}
+    arguments = {"inputs": inputs(), "spec": PAIR}
     chosen, _ = registry.choose("fused_quantize_pair", Target("cpu"), arguments)
     assert chosen == registry.REFERENCE
     pytest.importorskip("triton")

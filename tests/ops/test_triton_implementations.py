@@ -37,6 +37,12 @@ def test_hopper_gets_the_kernel(operator: str) -> None:
     assert registry.choose(operator, HOPPER, ARGUMENTS[operator])[0] == wanted
 
 
+def test_experts_in_one_tensor_are_weights_like_others() -> None:
+    for operator in ("quantize_weights", "refresh_weights"):
+        arguments = {"weights": [X.view(2, 16, 64), X], "dtype": E4M3}
+        assert registry.choose(operator, HOPPER, arguments)[0] == "triton"
+
+
 def test_rows_alone_are_one_pass_of_triton() -> None:
     chosen, reasons = registry.choose("norm_quantize", HOPPER, {**ARGUMENTS["norm_quantize"], "columnwise": False})
     assert chosen == "triton"
