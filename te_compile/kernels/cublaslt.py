@@ -79,7 +79,7 @@ def _epilogues() -> dict[str, int]:
 def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`gemm` cannot run ``arguments`` (named as in te::gemm's schema).
 
-    Tensors may be fake and sizes symbolic. Where sizes are known the library itself is asked, for the current device.
+    Tensors may be fake and sizes symbolic. Where sizes are known the library itself is asked, for the tensors' device.
     """
     if target.device != "cuda":
         raise Unsupported(f"needs a CUDA device, not {target.device}")
@@ -97,19 +97,22 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
     for name, length in (("K", a.shape[1]), ("N", b.shape[0])):
         if isinstance(length, int) and length % ALIGNMENT:
             raise Unsupported(f"{name}={length} is not a multiple of {ALIGNMENT}")
-    bias = arguments.get("bias")
-    fused = bias is not None and bias.dtype == _BIAS_DTYPE[out_dtype]
+    bias, added = arguments.get("bias"), arguments.get("addend") is not None
+    biased = bias is not None
+    if bias is not None and bias.dtype != _BIAS_DTYPE[out_dtype]:  # what runs then adds to the bias in fp32
+        out_dtype, biased, added = torch.float32, False, True
     rows, columns, length = a.shape[0], b.shape[0], a.shape[1]
     if isinstance(columns, int) and isinstance(length, int):
         rows = rows if isinstance(rows, int) else _USUAL_ROWS
         fast = arguments.get("accumulation", "fast") == "fast"
-        added = arguments.get("addend") is not None
-        if reason := _refused(rows, columns, length, a.dtype, b.dtype, out_dtype, fused, added, fast):
+        device, dtypes = a.device.index or 0, (a.dtype, b.dtype, out_dtype)
+        if reason := _refused(device, rows, columns, length, *dtypes, biased, added, fast):
             raise Unsupported(reason)
 
 
 @functools.lru_cache(maxsize=4096)
 def _refused(
+    device: int,
     rows: int,
     columns: int,
     length: int,
@@ -120,12 +123,12 @@ def _refused(
     added: bool,
     fast: bool,
 ) -> str:
-    """Why the library has no algorithm for such a product on the current device; "" if it has one."""
+    """Why the library has no algorithm for such a product on this device; "" if it has one."""
     core, codes = native.module(), native.dtype_codes()
     somewhere = 4096  # an address that is well aligned and never followed
     try:
         core.cublaslt_check(
-            torch.cuda.current_device(),
+            device,
             somewhere, somewhere, somewhere,  # a, b, d
             somewhere, somewhere, 0, 0,  # their scales, amax
             somewhere if biased else 0, 0, somewhere if added else 0,  # bias, aux, addend
@@ -170,6 +173,8 @@ def gemm(
     for name, matrix in (("out", out), ("addend", addend)):
         if matrix is not None:
             _check_matrix(name, matrix, rows, columns, out_dtype)
+    if addend is not None and addend is not out:  # it may begin anywhere, as a view of the user's own does
+        addend = _begun_well(addend)
     epilogue = "none" if bias is None else "bias"
     _launch(a, b, y, a_scale_inv, b_scale_inv, epilogue, accumulation, bias=bias, addend=addend)
     return y
@@ -280,8 +285,12 @@ def _rowwise(matrix: Tensor) -> tuple[Tensor, int]:
 
 def _readable(vector: Tensor) -> Tensor:
     """A scale or bias where the library can read it, which refuses what does not start on a multiple of 16 bytes."""
-    vector = vector.contiguous()
-    return vector if vector.data_ptr() % ALIGNMENT == 0 else vector.clone()
+    return _begun_well(vector.contiguous())
+
+
+def _begun_well(x: Tensor) -> Tensor:
+    """``x``, or a copy if it does not start on a multiple of 16 bytes."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch(

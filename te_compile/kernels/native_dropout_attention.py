@@ -67,7 +67,8 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 def _in_place(x: Tensor) -> Tensor:
     """``x``, or a copy if it cannot be read as it lies."""
     fits = all(stride > 0 and stride % VECTOR == 0 for stride in _strides(x))
-    return x if fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+    in_place = fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)  # a contiguous one may begin badly, too
 
 
 def _task(q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ def test_the_librarys_own_refusal_is_the_reason(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(Unsupported, match="no algorithm"):
         cublaslt.check(HOPPER, arguments(addend=torch.empty(64, 96, dtype=torch.bfloat16, device="meta")))
     e4m3 = torch.float8_e4m3fn
-    product = (64, 96, 128, e4m3, e4m3, torch.bfloat16)
+    product = (0, 64, 96, 128, e4m3, e4m3, torch.bfloat16)
     assert asked == [(*product, True, False, True), (*product, False, True, True)]
 
 

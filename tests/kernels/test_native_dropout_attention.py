@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_compile.kernels import native
-from te_compile.kernels.native_dropout_attention import check, check_backward
+from te_compile.kernels.native_dropout_attention import _in_place, check, check_backward
 from te_compile.ops import triton_implementations
 from te_compile.ops.registry import Target, Unsupported, choose
 
@@ -67,3 +67,13 @@ def test_a_core_that_was_not_built_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(native, "missing", lambda cuda=False: "the C++ core is not built")
     with pytest.raises(Unsupported, match="not built"):
         check(HOPPER, arguments())
+
+
+def test_what_cannot_be_read_as_it_lies_is_copied() -> None:
+    lies_well = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16)
+    assert _in_place(lies_well) is lies_well and _in_place(lies_well[:, :, :2]).stride(1) == 256
+    begins_badly = torch.zeros(lies_well.numel() + 1, dtype=torch.bfloat16)[1:].view(lies_well.shape)
+    assert begins_badly.is_contiguous()
+    for x in (begins_badly, lies_well.transpose(2, 3), lies_well[:1].expand(2, -1, -1, -1), lies_well[..., 1:]):
+        copy = _in_place(x)
+        assert copy.data_ptr() % 16 == 0 and copy.is_contiguous() and copy.shape == x.shape
