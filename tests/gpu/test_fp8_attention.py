@@ -45,6 +45,7 @@ SIZES = {
     "odd": Sizes(3, 333, 333, 8, 8, 64),
     "96 wide": Sizes(2, 512, 512, 4, 4, 96),
     "80 wide": Sizes(2, 301, 301, 4, 2, 80),
+    "16 wide": Sizes(2, 301, 301, 4, 4, 16),
     "more keys": Sizes(2, 200, 777, 8, 2, 128),
     "fewer keys": Sizes(2, 777, 200, 8, 2, 64),
     "one query": Sizes(4, 1, 513, 8, 2, 128),

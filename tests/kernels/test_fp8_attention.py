@@ -21,6 +21,7 @@ SIZES = {
     "ragged": Sizes(2, 133, 133, 2, 2, 128),
     "shared heads": Sizes(2, 70, 70, 6, 2, 64),
     "odd width": Sizes(1, 65, 65, 2, 1, 96),
+    "narrow": Sizes(1, 70, 70, 2, 1, 16),
     "fewer keys": Sizes(2, 150, 71, 2, 1, 64),
     "fewer queries": Sizes(2, 71, 150, 2, 1, 64),
     "one query": Sizes(3, 1, 100, 2, 2, 64),
