@@ -285,8 +285,10 @@ def poll() -> None:
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
-    for device in [device for device, look in _looks.items() if look.arrived()]:
-        _read(_looks.pop(device))
+    for device in [device for device, look in list(_looks.items()) if look.arrived()]:
+        arrived = _looks.pop(device, None)
+        if arrived is not None:  # else another thread has read it
+            _read(arrived)
     if _calls_left > 0:
         _calls_left -= 1
         return

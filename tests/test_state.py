@@ -175,6 +175,23 @@ def test_a_model_is_calibrated_by_the_second_call_after_its_first_step() -> None
     assert not calibration.pending()
 
 
+def test_two_threads_that_meet_at_a_look_both_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    state.forward[:, 0] = 1
+    number, scales, device = state.forward_number, torch.ones(2), torch.device("cuda", 7)
+
+    class SeenByAnother(module._Look):
+        def arrived(self) -> bool:
+            module._looks.pop(device, None)
+            return True
+
+    monkeypatch.setattr(module, "_calls_left", 9)
+    monkeypatch.setitem(module._looks, device, SeenByAnother([(number, 2)], scales, None))
+    poll()
+    poll_often()
+    assert not calibration.pending()
+
+
 def test_a_scale_that_never_comes_is_looked_for_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
     parameter = nn.Parameter(torch.rand(3, 4))

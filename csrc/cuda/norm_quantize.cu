@@ -48,8 +48,13 @@ void allow(Kernel kernel, size_t bytes, int blocks_of_cluster, int device) {
   const std::lock_guard<std::mutex> lock(mutex);
   Granted& granted = known[{reinterpret_cast<const void*>(kernel), device}];
   if (bytes > granted.bytes) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-               "te_cuda_norm_quantize: shared memory");
+    const auto error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error == cudaErrorInvalidValue) {
+      cudaGetLastError();
+      throw Failure(TE_UNSUPPORTED, "te_cuda_norm_quantize: blocks of this device have too little shared memory");
+    }
+    check_cuda(error, "te_cuda_norm_quantize: shared memory");
     granted.bytes = bytes;
   }
   if (blocks_of_cluster > kPortableCluster && !granted.large_clusters) {

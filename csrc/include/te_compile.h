@@ -100,7 +100,8 @@ te_status te_cuda_quantize(int device, const void* x, te_dtype x_dtype, int64_t 
  *   round_first 1: x * rstd is rounded to x's dtype before the weight meets it (centre 0 only)
  *
  * x: [rows, columns], TE_FLOAT16 or TE_BFLOAT16, aligned to 16 bytes; columns, and the stride from row to row, multiples
- * of 8; at most 16384 columns; compute capability 9.0 or newer. q, qt, scale, rule and measure are te_cuda_quantize's. */
+ * of 8; at most 16384 columns; compute capability 9.0 or newer with 210 KB of shared memory a block, which desktop
+ * Blackwell has not. q, qt, scale, rule and measure are te_cuda_quantize's. */
 typedef struct te_norm {
   int32_t device;
   const void* x;

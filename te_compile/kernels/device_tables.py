@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def device_table(key: Hashable, build: Callable[[], Tensor], device: torch.devic
     table = _tables.get((key, device))
     if table is None:
         return _capture_table(build(), device) if capturing else _add_table(key, build(), device)
-    _tables.move_to_end((key, device))
+    with suppress(KeyError):  # another thread may have dropped it
+        _tables.move_to_end((key, device))
     if capturing:
         _captured[id(table)] = table
     return table

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +116,18 @@ def test_tables_are_told_apart_by_contents_and_old_ones_go(monkeypatch: pytest.M
     assert len(device_tables._tables) == 2
     assert address_table((4, 8), where) is tables[4]
     assert device_table("other", lambda: torch.tensor([1]), where).tolist() == [1]
+
+
+def test_a_table_that_another_thread_drops_while_it_is_found_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    class Dropping(OrderedDict[Any, torch.Tensor]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self.pop(key, default)
+
+    monkeypatch.setattr(device_tables, "_tables", Dropping())
+    where = torch.empty(0, device=device).device
+    assert [address_table((3, 4), where).tolist() for _ in range(2)] == [[3, 4]] * 2
 
 
 def test_tables_are_built_on_the_host_whatever_the_default_device_is(device: str) -> None:
