@@ -29,7 +29,10 @@ class Target:
 
     @staticmethod
     def of(device: torch.device) -> Target:
-        """The target that ``device`` is."""
+        """The target that ``device`` is. AMD's GPUs, which PyTorch calls cuda too, are another: our kernels speak PTX,
+        and a compute capability means something else there."""
+        if device.type == "cuda" and torch.version.hip is not None:
+            return Target("rocm")
         if device.type == "cuda":
             return Target("cuda", torch.cuda.get_device_capability(device))
         return Target(device.type)

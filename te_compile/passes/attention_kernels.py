@@ -30,6 +30,7 @@ from torch.fx import Graph, Node
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_compile.ops.registry import Target
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import draws_bits, with_bits
@@ -151,7 +152,7 @@ def _is_rounded(node: Node) -> bool:
 
 def is_faster_on(device: torch.device) -> bool:
     """Is cuDNN's kernel known to be the fastest there?"""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in _FASTER_ON
+    return Target.of(device).capability in _FASTER_ON
 
 
 def _on(kernel: str, node: Node) -> Node:

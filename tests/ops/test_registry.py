@@ -81,6 +81,12 @@ def test_a_target_is_read_off_a_device() -> None:
     assert Target.of(torch.device("meta")).device == "meta"
 
 
+def test_a_gpu_of_amd_is_no_cuda_device_whatever_pytorch_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert Target.of(torch.device("cuda", 0)) == Target("rocm")
+
+
 @pytest.mark.parametrize("name", ["quantize", "gemm", "quantize_weights", "update_scales_"])
 def test_every_operator_runs_everywhere_by_its_reference(name: str) -> None:
     assert choose(name, Target("cpu"), {"a": torch.empty(0), "b": torch.empty(0)})[0] == registry.REFERENCE

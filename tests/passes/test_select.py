@@ -329,6 +329,12 @@ def test_a_gpu_without_fp8_is_left_alone(
         assert ".".join(map(str, capability)) in found[1]
 
 
+def test_amds_gpus_are_named_in_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    cause, reason = select.by_device(fake_site("cuda"), Options())
+    assert cause is Cause.UNSUPPORTED and "'rocm'" in reason
+
+
 def test_operands_on_two_devices_are_left_alone() -> None:
     cause, reason = select.by_device(fake_site("cuda:0", "cuda:1"), Options())
     assert cause is Cause.UNSUPPORTED and "cuda:0" in reason and "cuda:1" in reason
