@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, cached_backends
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import counters
@@ -168,6 +168,7 @@ def compiler_state(backend: Callable[..., Any]) -> Iterator[None]:
         finally:
             for code in dict.fromkeys(codes):
                 _drop_entries(code, backend)
+            _drop_backend(backend)
             sizes.clear()
             sizes.update(sizes_before)
             counters.clear()
@@ -179,3 +180,10 @@ def _drop_entries(code: CodeType, backend: Callable[..., Any]) -> None:
         of_code = entry.guard_manager.extra_state
         if of_code is not None and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
             of_code.invalidate(entry, DeletedGuardManagerWrapper("te_compile.explain has finished"))
+
+
+def _drop_backend(backend: Callable[..., Any]) -> None:
+    """Dynamo holds every backend for the sake of its next reset, and one that looks at a model holds that model."""
+    for key, each in list(cached_backends.items()):
+        if getattr(each, "compiler_fn", each) is backend:
+            del cached_backends[key]

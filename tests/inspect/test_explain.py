@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +377,17 @@ def test_parts_that_are_compiled_by_themselves_are_not_run() -> None:
     assert names(report) == BLOCK_NAMES and not state_dict(model)
     assert model.blocks[1] is part and model.blocks[0]._compiled_call_impl is not None
     assert any("compiled by themselves" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("look", [te_compile.explain, te_compile.stats])
+def test_a_model_that_was_looked_at_dies_with_its_last_user(look: Callable[..., Any]) -> None:
+    model = Model()
+    with torch.no_grad():
+        look(model, x16())
+    held = [weakref.ref(each) for each in (model, *model.parameters())]
+    del model
+    gc.collect()
+    assert not any(each() is not None for each in held)
 
 
 def test_arguments_stay_as_they_were() -> None:
