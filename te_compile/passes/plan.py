@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from weakref import WeakValueDictionary
 
 from torch.fx import Node
 from torch.nn import Parameter
@@ -113,12 +114,13 @@ class Attention:
 
 @dataclass
 class Plan:
-    """What one captured graph consists of. ``parameters``: what the user's model holds at root placeholders;
-    ``groups``: the weights that are quantised outside of the graph, known once it is lowered."""
+    """What one captured graph consists of. ``parameters``: what the user's model holds at root placeholders, for as
+    long as it does: compiled code has the plan, and may outlive the model; ``groups``: the weights that are quantised
+    outside of the graph, known once it is lowered."""
 
     sites: list[Site] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
-    parameters: dict[Node, Parameter] = field(default_factory=dict)
+    parameters: WeakValueDictionary[Node, Parameter] = field(default_factory=WeakValueDictionary)
     groups: list[WeightGroup] = field(default_factory=list)
 
     @property

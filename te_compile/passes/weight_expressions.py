@@ -13,7 +13,7 @@ writes to what they read, and no autocast begins around them; where that cannot 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def _is_given(node: Node) -> bool:
 class Weights:
     """What the captured model holds, and which matrices are made of it."""
 
-    def __init__(self, regions: list[Region], parameters: dict[Node, Parameter]) -> None:
+    def __init__(self, regions: list[Region], parameters: Mapping[Node, Parameter]) -> None:
         self.parameters = parameters
         self.written = {
             storage_of(origin(changed, region)[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from te_compile import runtime, state, weight_cache
+from te_compile.passes import manager
 from te_compile.recipe import DelayedScaling, Format
 from te_compile.runtime import Runner
 from tests.backend.models import Mlp
@@ -197,3 +200,16 @@ def test_copies_of_fake_weights_are_fake(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(copies.records.values()) == [record]
     assert all(isinstance(each, FakeTensor) for each in fake)
     assert [(each.shape, each.dtype) for each in fake] == [(each.shape, each.dtype) for each in real]
+
+
+def test_what_is_known_of_a_compilation_keeps_no_parameter_alive() -> None:
+    torch._dynamo.reset()
+    model = Mlp()
+    with manager.recording() as records:  # compiled code has the same record, and stays with the class of the model
+        compiled(model)(torch.randn(16, 32)).sum().backward()
+    held = [weakref.ref(each) for each in model.parameters()]
+    assert len(records) == 1 and len(records[0].plan.parameters) == len(held)
+    del model
+    gc.collect()
+    assert not any(each() is not None for each in held)
+    assert not records[0].plan.parameters
