@@ -71,7 +71,7 @@ def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
     out_features, in_features = map(size_hint, value_of(weight).shape)
     site = Site("", "linear", region, node, rows_of(value_of(x)), (in_features, out_features), x, weight, bias)
     try:
-        site.multiplies_by(weights.weight(weight, region, transposed=False))
+        site.multiplies_by(weights.weight(weight, region, transposed=False, by_products=True))
     except NotAWeightError as reason:
         site.keep(Cause.UNSUPPORTED, str(reason))
         site.weight = weights.owner(weight, region) or weight
@@ -191,6 +191,15 @@ def _sites_left(operator_name: str, body: GraphModule) -> Iterator[Site]:
         yield site
 
 
+def _keep_what_makes_weights(sites: list[Site]) -> None:
+    """A product whose result is a weight, or a part of one, is rounded when that is quantised, and not before."""
+    making = {node for site in sites if site.matrix is not None for node, _ in site.matrix.nodes}
+    for site in sites:
+        if site.node in making:
+            why = "it makes a weight of another linear, which is rounded when it is quantised"
+            site.keep(Cause.RULE, f"{why}; nothing to do: FP8 here would round it twice")
+
+
 def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], example_inputs: Any, plan: Plan) -> int:
     """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
     root = regions[0]
@@ -201,6 +210,7 @@ def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], exa
     weights = Weights(regions, plan.parameters)
     for region in regions:
         plan.sites.extend(_sites_in(region, weights))
+    _keep_what_makes_weights(plan.sites)
     for operator_name, body in left:
         plan.sites.extend(_sites_left(operator_name, body))
     return len(plan.sites)

@@ -4,6 +4,11 @@ A weight need not be a parameter as it is stored: it may be transposed, cast, sl
 from the experts of one tensor, masked, or have one added to it. What decides is whether it belongs to a parameter: its
 nodes lead back to one, and otherwise to nothing but buffers and constants. Its FP8 state is that parameter's.
 
+It may also come from products of such matrices, as the sum of a weight and two low-rank factors does, or a rotated one.
+But what a product gave is a weight only where the model says so, by ``F.linear``: the keys of learned latents, which
+queries are multiplied by, are activations. A product that makes a weight keeps its precision: the weight is rounded
+when it is quantised, and once is enough.
+
 All weights of a graph are quantised together in front of it, so such a matrix is computed there a second time, from
 copies of its nodes, and the originals stay for its gradient, which flows on to the parameter by autograd. (What is then
 computed twice and read once, the compiler drops.) A copy gives the same value if the nodes are deterministic, nobody
@@ -37,9 +42,9 @@ PLAIN_TENSORS = "give it plain tensors for FP8, as FSDP around compiled blocks d
 TRANSPOSITIONS = {"T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute"}
 _MOST_NODES = 64  # that are copied for one weight
 _HELD = re.compile(r"\._buffers\[|^G\[|\.[A-Za-z_]\w*$")  # sources of tensors that a model holds and is not called with
-_PRODUCTS = {
-    "linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
-    "multi_head_attention_forward", "scaled_dot_product_attention",
+_MATRIX_PRODUCTS = {"linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum"}
+_PRODUCTS = _MATRIX_PRODUCTS | {
+    "bilinear", "conv1d", "conv2d", "conv3d", "multi_head_attention_forward", "scaled_dot_product_attention",
 }  # fmt: skip
 _RANDOM = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|^normal_?$|empty")
 
@@ -140,10 +145,13 @@ class Weights:
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
         self.transformed = {node for region in regions for node in transforms_around(region.graph)}
 
-    def weight(self, node: Any, region: Region, transposed: bool, dimensions: int = 2) -> Weight:
+    def weight(
+        self, node: Any, region: Region, transposed: bool, dimensions: int = 2, by_products: bool = False
+    ) -> Weight:
         """``node``, used in ``region``, as a weight: a matrix, or a batch of them where ``dimensions`` is 3.
 
-        transposed: it is used as [K, N]. Raises NotAWeightError.
+        transposed: it is used as [K, N]. by_products: it may be what a product of matrices gave. Raises
+        NotAWeightError.
         """
         if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != dimensions:
             raise NotAWeightError("its weight is no matrix; give it two dimensions for FP8")
@@ -164,13 +172,13 @@ class Weights:
             inner, place = argument(source, 0, "input"), above
         assert found is not None
         operand, transposed, source, above = found
-        return Weight(operand, transposed, self.matrix(source, above))
+        return Weight(operand, transposed, self.matrix(source, above, by_products))
 
-    def matrix(self, node: Node, region: Region) -> Matrix:
+    def matrix(self, node: Node, region: Region, by_products: bool = False) -> Matrix:
         """The value of ``node`` as something to quantise in front of the graph. Raises NotAWeightError."""
         nodes: dict[Node, Region] = {}
         leaves: dict[Node, None] = {}
-        self._collect(node, region, nodes, leaves, set())
+        self._collect(node, region, nodes, leaves, set(), by_products)
         self._require_unwritten((*leaves, *nodes))
         owned = [leaf for leaf in leaves if leaf in self.parameters]
         if not owned:
@@ -208,7 +216,13 @@ class Weights:
             raise NotAWeightError(f"{why}; write outside of the compiled function for FP8")
 
     def _collect(
-        self, node: Node, region: Region, nodes: dict[Node, Region], leaves: dict[Node, None], begun: set[Node]
+        self,
+        node: Node,
+        region: Region,
+        nodes: dict[Node, Region],
+        leaves: dict[Node, None],
+        begun: set[Node],
+        by_products: bool,
     ) -> None:
         """Add what ``node`` is computed by, in order, to ``nodes`` and ``leaves``."""
         source, place = origin(node, region)
@@ -225,19 +239,19 @@ class Weights:
         if len(begun) > _MOST_NODES:
             why = f"its weight is computed in the graph by more than {_MOST_NODES} operations"
             raise NotAWeightError(f"{why}; make it in fewer for FP8")
-        self._require_repeatable(source, place)
+        self._require_repeatable(source, place, by_products)
         for each in source.all_input_nodes:
-            self._collect(each, place, nodes, leaves, begun)
+            self._collect(each, place, nodes, leaves, begun, by_products)
         nodes[source] = place
 
-    def _require_repeatable(self, node: Node, region: Region) -> None:
+    def _require_repeatable(self, node: Node, region: Region, by_products: bool) -> None:
         """Would a copy of ``node`` in front of the graph give the same value?"""
         name, prefix = called(node), "its weight is computed in the graph"
         if node.op == "get_attr" and region.parent is None:
             return
         if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
             raise NotAWeightError(f"{prefix} by {name or node.op}; multiply by a parameter itself for FP8")
-        if _is_product(node):
+        if _is_product(node) and not (by_products and name in _MATRIX_PRODUCTS):
             advice = "multiply by one factor after the other for FP8"
             raise NotAWeightError(f"{prefix} by another product ({name}); {advice}")
         seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -96,6 +96,10 @@ def rows() -> Tensor:
     return torch.randn(LENGTH, WIDTH)
 
 
+def by_a_bilinear(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, F.bilinear(m.weight, m.weight, m.weight[:WIDTH, None] * m.weight[:WIDTH]))
+
+
 def under_autocast(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return x @ (2 * m.weight).t()
@@ -123,7 +127,8 @@ LINEARS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = 
     "buffer": ("not a parameter", lambda: (With(lambda m, x: F.linear(x, m.matrix)), rows()), {}),
     "from the call": ("the call", lambda: (With(lambda m, x: F.linear(x, m.weight * x.mean())), rows()), {}),
     "random": ("another result", lambda: (With(lambda m, x: F.linear(x, F.dropout(m.weight))), rows()), {}),
-    "product": ("product", lambda: (With(lambda m, x: F.linear(x, m.weight @ m.fc.weight)), rows()), {}),
+    "product": ("another product", lambda: (With(by_a_bilinear), rows()), {}),
+    "makes a weight": ("a weight", lambda: (With(lambda m, x: F.linear(x, m.weight @ m.fc.weight)), rows()), {}),
     "in place": ("in place", lambda: (With(written_to), rows()), {}),
     "autocast": ("autocast", lambda: (With(under_autocast), rows()), {}),
     "bilinear": ("bilinear", lambda: (nn.Sequential(Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH))), rows()), {}),

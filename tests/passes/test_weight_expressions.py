@@ -52,6 +52,14 @@ EXPRESSIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "a constant of the graph": (lambda linear, x, w, m: linear(x, w * torch.tril(torch.ones(48, 32))), (48, 32)),
 }
 
+BY_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "with two low-rank factors": (lambda linear, x, w, m: linear(x, w[:48] + 0.5 * (m[:48, :16] @ w[48:])), (64, 32)),
+    "rotated": (lambda linear, x, w, m: linear(x, torch.mm(m @ m.mT, w)), (48, 32)),
+    "one product after the other": (lambda linear, x, w, m: linear(x, (w @ w.mT / 32) @ w + w), (48, 32)),
+    "by a linear": (lambda linear, x, w, m: linear(x, F.linear(m, w)[:, :32] / 4), (48, 48)),
+    "by an einsum": (lambda linear, x, w, m: linear(x, torch.einsum("ab,cb->ca", w[:32], w) / 4), (48, 32)),
+}
+
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_a_matrix_made_from_a_parameter_is_a_weight_with_the_parameters_state(name: str) -> None:
@@ -63,9 +71,9 @@ def test_a_matrix_made_from_a_parameter_is_a_weight_with_the_parameters_state(na
 
 
 @pytest.mark.parametrize("around", ("in the open", "checkpointed"))
-@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("name", EXPRESSIONS | BY_PRODUCTS)
 def test_values_and_gradients_are_the_textbooks(name: str, around: str) -> None:
-    function, shape = EXPRESSIONS[name]
+    function, shape = (EXPRESSIONS | BY_PRODUCTS)[name]
     model, x = Made(function, *shape), torch.randn(random.randrange(3, 20), 32, requires_grad=True)
 
     def run(x: Tensor) -> Tensor:
@@ -77,6 +85,23 @@ def test_values_and_gradients_are_the_textbooks(name: str, around: str) -> None:
     expected_y, expected = train_step(model, model, x)
     assert error_but_for_ties(y, expected_y) < 1e-4 and error_but_for_ties(dx, x.grad) < 1e-3
     assert error_but_for_ties(got["weight"], expected["weight"]) < 1e-3
+
+
+@pytest.mark.parametrize("name", BY_PRODUCTS)
+def test_a_product_that_makes_a_weight_is_kept_and_what_multiplies_by_that_is_not(name: str) -> None:
+    function, shape = BY_PRODUCTS[name]
+    _, plan = regions_and_plan(Made(function, *shape), torch.randn(5, 32))
+    *making, site = plan.sites
+    assert (site.form, site.status, site.features) == ("linear", "fp8", (32, 48))
+    assert making and all(each.cause is Cause.RULE and "makes a weight" in each.reason for each in making)
+
+
+def test_what_a_product_of_parameters_gave_is_no_weight_of_a_matmul() -> None:
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        return x @ (w @ w.mT)  # scores with learned keys, say
+
+    site = only_site(Made(run, 32, 32), torch.randn(5, 32))
+    assert (site.form, site.tokens, site.status) == ("matmul", 32, "fp8")
 
 
 def test_slices_of_one_parameter_share_its_state_and_the_larger_amax_enters_it() -> None:
@@ -193,7 +218,7 @@ def test_a_write_to_something_else_changes_nothing() -> None:
         (lambda linear, x, w, m: linear(x, w * x.mean()), "inputs of the call"),
         (lambda linear, x, w, m: linear(x, F.dropout(w, 0.5)), "dropout"),
         (lambda linear, x, w, m: linear(x, w + torch.rand_like(w)), "another result each time"),
-        (lambda linear, x, w, m: linear(x, w @ torch.eye(32)), "another product"),
+        (lambda linear, x, w, m: linear(x, F.bilinear(w, w, m[:32, :, None].expand(32, 32, 32))), "another product"),
         (lambda linear, x, w, m: linear(x, m), "not a parameter"),
     ),
     ids=("activations", "dropout", "noise", "product", "buffer"),
