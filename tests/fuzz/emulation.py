@@ -146,7 +146,9 @@ class Fp8Products(TorchFunctionMode):
         use = self.used[name]
         self.used[name] += 1
         if not reported or not (reported[use] if use < len(reported) else reported[-1]):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._follow(args, kwargs, result)  # low-rank factors make a weight
+            return result
         self.products += 1
         dtype = x.dtype
         device = x.device.type

@@ -177,18 +177,21 @@ def expression(draft: Draft, x: str, k: int) -> None:
     """A weight that is made from a parameter."""
     n = features(draft, k)
     w, made = weight(draft, n, k)
-    kind = draft.random.randrange(12)
+    kind = draft.random.randrange(13)
     own = f"self.{w}"
     texts = [
         f"({own} + 1.0)", f"{own} * self.{w}_mask", f"{own}.masked_fill(self.{w}_mask == 0, 0.0)", f"{own} * 0.5",
         f"torch.tanh({own})", f"{own} * self.{w}_gain", f"({own} - {own}.mean(dim=1, keepdim=True))",
         f"F.normalize({own}, dim=-1)", f"torch.cat([{own}[:8], {own}[8:]])", f"{own}.clone()",
-        f"{own}.view({n}, {k})", f"{own}.detach()",
+        f"{own}.view({n}, {k})", f"{own}.detach()", f"({own} + self.{w}_up @ self.{w}_down)",
     ]  # fmt: skip
     if kind in (1, 2):
         made = [*made, f'self.register_buffer("{w}_mask", (torch.rand({n}, {k}) < 0.8).to({draft.dtype}))']
     if kind == 5:
         made = made + draft.parameter(f"{w}_gain", n, 1)
+    if kind == 12:
+        factors = draft.parameter(f"{w}_up", n, 16, scale=" / 16"), draft.parameter(f"{w}_down", 16, k, scale=" / 16")
+        made = [line for lines in (made, *factors) for line in lines]
     b, also = bias(draft, n)
     draft.step(f"{{o0}} = F.linear({{0}}, {texts[kind]}, {b})", x, init=made + also)
 
