@@ -9,7 +9,7 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import argument, called, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, called, size_hint, value_of, wrapped_kind
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
@@ -32,8 +32,9 @@ Verdict = tuple[Cause, str] | None
 
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
-    "prediction_head", "out_proj_logits", "to_logits", "unembed",
+    "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
 }  # fmt: skip
+_HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
     torch.logsumexp, "logsumexp", CROSS_ENTROPY,
@@ -42,7 +43,7 @@ _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_ent
 _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _SAME_VALUES = {
     "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
-    "getitem", "bfloat16", "half", "double", "movedim", "unflatten", "t", "T", "mT", "detach", "clone",
+    "getitem", "bfloat16", "half", "double", "movedim", "unflatten", "t", "T", "mT", "detach", "clone", "stack",
 }  # fmt: skip
 _ARITHMETIC = {
     "add", "sub", "mul", "div", "truediv", "neg", "clamp", "tanh", "masked_fill", "where", "iadd", "isub", "imul",
@@ -111,8 +112,30 @@ def by_user(site: Site, options: Options) -> Verdict:
     return (Cause.USER, reason) if reason else None
 
 
-def by_head(site: Site, options: Options, tables: Container[Node | None] = ()) -> Verdict:
-    """The projection to logits: its errors reach the loss directly. ``tables``: the parameters that embeddings read."""
+def _is_returned(site: Site) -> bool:
+    """Does the model return what ``site`` gives, or what are still the same logits?"""
+    return site.region.parent is None and any(user.op == "output" for user in _reached(site.node, _are_still_logits))
+
+
+def _head_in(name: str) -> str | None:
+    """The innermost part of a module's name that says what heads are called; a list of them is called so, too."""
+    for part in reversed(name.split(".")):
+        if {part, part.removesuffix("s")} & _HEAD_NAMES or part.endswith(_HEAD_ENDINGS):
+            return part
+    return None
+
+
+def _vocabulary(tables: Collection[Node | None]) -> int | None:
+    """The rows of the largest embedding."""
+    return max((size_hint(value_of(table).shape[0]) for table in tables if table is not None), default=None)
+
+
+def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) -> Verdict:
+    """The projection to logits: its errors reach the loss directly. ``tables``: the parameters that embeddings read.
+
+    Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
+    part of it that is called a head, or a number for each word of the vocabulary.
+    """
     if options.lm_head:
         return None
     last = site.name.rpartition(".")[2]
@@ -123,6 +146,12 @@ def by_head(site: Site, options: Options, tables: Container[Node | None] = ()) -
         why = f"its name ends in {last!r}"
     elif any(_is_loss(user) for user in _reached(site.node, _are_still_logits)):
         why = "its result goes into the loss"
+    elif not _is_returned(site):
+        return None
+    elif (head := _head_in(site.name)) is not None:
+        why = f"the model returns its result, from its {head!r}"
+    elif site.features[1] == _vocabulary(tables):
+        why = "the model returns its result, as wide as the vocabulary"
     else:
         return None
     return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"

@@ -223,6 +223,51 @@ def test_an_activation_on_the_way_to_the_loss_makes_no_head() -> None:
     assert [site.cause for site in plan.sites] == [None, Cause.RULE]
 
 
+class Untied(nn.Module):
+    """Text in, and out what ``head`` makes of it: no loss in the graph, and no weight that is shared."""
+
+    def __init__(self, words: int, **parts: nn.Module) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(words, 32), nn.Linear(32, 32)
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.parts = list(parts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.fc(self.table(ids)))
+        return torch.stack([getattr(self, part)(x).float() for part in self.parts], dim=1)
+
+
+def _unfinished(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), *modules)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "classifier", "classification_head", "lm_heads", "sop_classifier"])
+def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(name: str) -> None:
+    plan = planned(Untied(100, **{name: _unfinished(nn.Linear(32, 48))}), torch.randint(0, 100, (2, 5)))
+    assert {site.name: site.status for site in plan.sites} == {"fc": "fp8", f"{name}.0": "fp8", f"{name}.2": "kept"}
+    assert plan.sites[-1].cause is Cause.RULE and f"from its {name!r}" in plan.sites[-1].reason
+
+
+def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
+    model, ids = Untied(48, out=nn.Linear(32, 48)), torch.randint(0, 48, (2, 5))
+    plan = planned(model, ids)
+    assert [site.status for site in plan.sites] == ["fp8", "kept"] and "vocabulary" in plan.sites[1].reason
+    assert [site.status for site in planned(model, ids, lm_head=True).sites] == ["fp8", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (100, {"projection": nn.Linear(32, 48)}),  # an embedding, not a word's score
+        (48, {"classifier": nn.Sequential(nn.Linear(32, 48), nn.GELU())}),  # a feature: more is done with it
+    ],
+)
+def test_what_is_returned_and_no_logits_goes_to_fp8(words: int, parts: dict[str, nn.Module]) -> None:
+    plan = planned(Untied(words, **parts), torch.randint(0, words, (2, 5)))
+    assert [site.status for site in plan.sites] == ["fp8", "fp8"]
+
+
 def test_a_router_keeps_its_precision() -> None:
     gate = nn.Linear(32, 16)
 
