@@ -209,7 +209,9 @@ def _addend(node: Node) -> Iterator[tuple[Node, Step | None]]:
         return
     negative = node.target in _DIFFERENCES
     for scores, tensor in (node.args,) if negative or writes(node) else (node.args, node.args[::-1]):
-        if _is_scores(scores, node) and is_tensor(tensor) and tensor is not scores:
+        if _is_scores(scores, node) and isinstance(tensor, (int, float)) and tensor == 0:
+            yield scores, None  # what a model adds for a part that is switched off
+        elif _is_scores(scores, node) and is_tensor(tensor) and tensor is not scores:
             yield scores, Addend(tensor, negative, value_of(node).dim(), value_of(node).dtype)
 
 

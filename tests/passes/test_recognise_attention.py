@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.passes.drop_noop_casts import drop_noop_casts
+from te_compile.passes.drop_unread_operands import drop_unread_operands
+from te_compile.passes.follow_writes import follow_writes
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS, recognise_attention
 from te_compile.passes.text import ops_text
 from tests.capturing import captured
@@ -37,7 +39,8 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def rewritten(run: Attention, *inputs: Any) -> tuple[int, GraphModule, list[Any]]:
     gm, examples = captured(run, *inputs)
-    drop_noop_casts(gm.graph)
+    for each in (drop_noop_casts, drop_unread_operands, follow_writes):
+        each(gm.graph)
     count = recognise_attention(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -134,9 +137,13 @@ def viewed_as_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.softmax(q @ k.mT, dim=-1) @ v).view(BATCH * HEADS, -1).cos()
 
 
+def with_a_part_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.mT + 0) * 0.5 - 0.0, dim=-1) @ v
+
+
 @pytest.mark.parametrize("form", [
     scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, dropped_with_nothing, by_einsum,
-    by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous,
+    by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous, with_a_part_switched_off,
 ])  # fmt: skip
 def test_every_form_becomes_one_call(form: Attention) -> None:
     assert_recognised(form, *operands())
@@ -237,6 +244,17 @@ def test_masks_added_in_place_and_twice_and_scaled_afterwards() -> None:
 
     bias = torch.randn(1, HEADS, LENGTH, LENGTH, requires_grad=True)
     assert_recognised(run, *operands(), bias, torch.randn(LENGTH, requires_grad=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_looks_at_the_scores_and_overwrites_them_in_a_statement(dtype: torch.dtype) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand_as(scores)
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        return F.softmax(scores.float(), dim=-1).type_as(scores) @ v
+
+    assert_recognised(run, *operands(dtype), tolerance=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_alibi_through_baddbmm() -> None:
