@@ -52,12 +52,16 @@ _PURE_FUNCTIONS = {
     operator.or_, operator.invert, operator.xor, operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
     operator.ge, operator.getitem, operator.truediv, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
     torch.masked_fill, torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.scalar_tensor,
+    operator.abs, operator.pow, torch.pow, torch.clamp, torch.minimum, torch.maximum, torch.floor_divide,
+    torch.remainder, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, torch.bitwise_not,
+    torch.eye, torch.flip, torch.permute, torch.flatten, torch.broadcast_to,
 }  # fmt: skip
 _PURE_METHODS = {
     "new_ones", "new_zeros", "new_full", "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "transpose",
     "permute", "contiguous", "clone", "to", "type", "bool", "int", "long", "float", "cumsum", "diff", "tril", "triu",
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "masked_fill", "where", "repeat",
     "sub", "add", "mul", "div", "neg", "abs", "all", "any", "flatten", "detach", "half", "bfloat16", "double",
+    "clamp", "pow", "flip", "movedim", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not",
 }  # fmt: skip
 
 
@@ -207,12 +211,17 @@ def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: C
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
 
 
-def _input_behind(mask: Node, region: Region) -> Node | None:
-    """The nearest input of the whole graph that ``mask`` is computed from; None if there is none."""
+def _input_behind(mask: Node, region: Region, only_numbers: bool = False) -> Node | None:
+    """The nearest input of the whole graph that ``mask`` is computed from; None if there is none.
+
+    only_numbers: by way of floating-point tensors alone, as a gradient goes.
+    """
     through = _seen_through(region)
     waiting, seen = [mask], {mask}
     for node in waiting:
         outside = through(node)
+        if only_numbers and is_tensor(node) and not value_of(node).is_floating_point():
+            continue
         if node.op == "placeholder" and outside is node and is_tensor(node):
             return node
         new = list(node.all_input_nodes) if outside is node else [outside]
@@ -222,10 +231,14 @@ def _input_behind(mask: Node, region: Region) -> Node | None:
     return None
 
 
+def _is_learned(given: Node) -> bool:
+    return isinstance(value_of(given), Parameter) or value_of(given).requires_grad
+
+
 def _why_unknown(given: Node) -> str:
     """Why nothing is known of what the input ``given`` of a graph holds, and what to do about it."""
     name = input_name(given)
-    if isinstance(value_of(given), Parameter) or value_of(given).requires_grad:
+    if _is_learned(given):
         return f"it is learned, or made from {name}, which is: a bias and no mask; nothing to do: it has to be added"
     if is_held_by_the_model(given):
         made = "make the mask in forward (torch.ones(…).tril())"
@@ -243,6 +256,8 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
         given = _input_behind(mask, region)
         if given is None:
             return _UNPROVEN
+        if _is_learned(given) and _input_behind(mask, region, only_numbers=True) is None:
+            return f"what it hides is picked by numbers made with {input_name(given)}; {_PICKED}"
         if given not in known.unknown:
             known.unknown[given] = _why_unknown(given)
         return known.unknown[given]
@@ -256,6 +271,7 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
     return f"{what}; use flex_attention to skip what it hides, where the model offers it"
 
 
+_PICKED = "nothing to do: that is unknown when compiling"
 _UNPROVEN = "the graph proves neither that it is causal nor that it is all true; pass is_causal=True where it is causal"
 
 

@@ -271,6 +271,16 @@ def test_a_mask_that_is_learned_is_called_a_bias() -> None:
     assert "made from weight" in reason and "a bias and no mask" in reason and not faults(reason)
 
 
+def test_a_mask_that_a_learned_choice_made_is_no_bias() -> None:
+    def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        best = m.weight[:LENGTH, :LENGTH].topk(4, dim=-1).indices
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).scatter(-1, best, False)
+        return sdpa(q, k, v, attn_mask=torch.zeros(LENGTH, LENGTH, dtype=q.dtype).masked_fill(hidden, float("-inf")))
+
+    (reason,) = reasons_in(te_compile.explain(With(run), *qkv()))
+    assert "picked by numbers made with weight" in reason and not faults(reason)
+
+
 def test_a_mask_from_before_a_graph_break_says_so() -> None:
     def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -64,6 +64,11 @@ def wide_window(x: Tensor) -> Tensor:
     return (k <= q) & (k > q - LENGTH)
 
 
+def wide_window_both_ways(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return abs(q - k) < LENGTH
+
+
 def added_and_scaled(x: Tensor) -> Tensor:
     return torch.where(causal(x), torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min) / 8.0
 
@@ -115,7 +120,7 @@ def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("mask", [
-    causal, additive, one_packed_sequence, wide_window, everything, added_and_scaled, a_triangle,
+    causal, additive, one_packed_sequence, wide_window, wide_window_both_ways, everything, added_and_scaled, a_triangle,
 ])  # fmt: skip
 def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
