@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,14 @@ from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch, weights_of
-from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS
+from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_held_by_the_model
 
 Verdict = tuple[Cause, str] | None
 
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
+    "logits_proj",
 }  # fmt: skip
 _HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
 _LOSSES = {
@@ -125,9 +127,22 @@ def _head_in(name: str) -> str | None:
     return None
 
 
-def _vocabulary(tables: Collection[Node | None]) -> int | None:
-    """The rows of the largest embedding."""
-    return max((size_hint(value_of(table).shape[0]) for table in tables if table is not None), default=None)
+def _is_given(node: Any) -> bool:
+    """Is ``node`` what the caller gave, seen in whatever way?"""
+    while isinstance(node, Node) and _keeps_values(node) and node.args:
+        node = node.args[0]
+    return isinstance(node, Node) and node.op == "placeholder" and not is_held_by_the_model(node)
+
+
+def _is_of_words(table: Node) -> bool:
+    """Does the caller say which rows of ``table`` are read? Of positions the model counts them itself."""
+    places = {F.embedding: (0, "input"), torch.embedding: (1, "indices")}
+    return any(_is_given(argument(user, *places[user.target])) for user in table.users if user.target in places)
+
+
+def _vocabularies(tables: Collection[Node | None]) -> set[int]:
+    """How many words there are in each embedding of words."""
+    return {size_hint(value_of(table).shape[0]) for table in tables if table is not None and _is_of_words(table)}
 
 
 def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) -> Verdict:
@@ -150,7 +165,7 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
         return None
     elif (head := _head_in(site.name)) is not None:
         why = f"the model returns its result, from its {head!r}"
-    elif site.features[1] == _vocabulary(tables):
+    elif site.features[1] in _vocabularies(tables):
         why = "the model returns its result, as wide as the vocabulary"
     else:
         return None

@@ -228,13 +228,13 @@ class Untied(nn.Module):
 
     def __init__(self, words: int, **parts: nn.Module) -> None:
         super().__init__()
-        self.table, self.fc = nn.Embedding(words, 32), nn.Linear(32, 32)
+        self.table, self.fc, self.places = nn.Embedding(words, 32), nn.Linear(32, 32), nn.Embedding(64, 32)
         for name, part in parts.items():
             self.add_module(name, part)
         self.parts = list(parts)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = torch.tanh(self.fc(self.table(ids)))
+        x = torch.tanh(self.fc(self.table(ids) + self.places(torch.arange(ids.shape[1]))))
         return torch.stack([getattr(self, part)(x).float() for part in self.parts], dim=1)
 
 
@@ -260,6 +260,7 @@ def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
     ("words", "parts"),
     [
         (100, {"projection": nn.Linear(32, 48)}),  # an embedding, not a word's score
+        (100, {"projection": nn.Linear(32, 64)}),  # nor that of a place
         (48, {"classifier": nn.Sequential(nn.Linear(32, 48), nn.GELU())}),  # a feature: more is done with it
     ],
 )
