@@ -1,6 +1,6 @@
 """Turn every norm that feeds a linear into one ``te::norm``.
 
-Half of all models call ``F.layer_norm`` or ``F.rms_norm``; the others spell their RMSNorm out, each in its own dialect:
+Half of all models call ``F.layer_norm`` or ``F.rms_norm``; the others spell their norm out, each in its own dialect:
 
     x32 = x.to(float32)                                   or .float(), or nothing in a float32 model
     r = rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)    or x32 * x32, square, pow(…, -0.5)
@@ -8,8 +8,11 @@ Half of all models call ``F.layer_norm`` or ``F.rms_norm``; the others spell the
     y = w * n.to(x.dtype)                                 Llama: round, then multiply by the weight
     y = (w * n).to(x.dtype)                               OLMo 2: multiply, then round; Gemma's weight is 1 + w
 
+and Cohere a LayerNorm, which is the same of x less its mean.
+
 Matching starts at r, the one node that no dialect leaves out, walks back to x and forward to y. Where y is rounded and
-what it is multiplied with decide the kind (ops/norm.py); a sequence that fits no kind to the bit is left alone.
+what it is multiplied with decide the kind (ops/norm.py); a sequence that fits no kind to the bit (but for the order in
+which a row's sums are added up) is left alone.
 
 A norm that feeds no linear (per-head norms of queries and keys, a norm before a residual add) would gain nothing, so it
 stays as Inductor knows it.
@@ -217,6 +220,37 @@ def _kind_for(x: torch.dtype, tail: _Tail) -> str | None:
     return None
 
 
+def _centred(node: Any) -> tuple[Node, Node, Node] | None:
+    """(x in float32, x of which the mean is taken, its mean over rows) if ``node`` is x less its mean."""
+    if not _is_call(node, operator.sub, torch.sub, "sub") or len(node.args) != 2 or node.kwargs:
+        return None
+    x, mean = node.args
+    averaged = _row_mean(mean)
+    if not _is_float(x) or averaged is None or _before_cast(averaged) is not _before_cast(x):
+        return None
+    return (x, averaged, mean) if _dtype(x) == _dtype(averaged) == _dtype(mean) == torch.float32 else None
+
+
+def _layer_norm(root: Node) -> Norm | None:
+    """The LayerNorm without a bias whose inverse standard deviation is ``root``."""
+    if (statistics := _statistics(root)) is None or (normal := _only_user(root)) is None:
+        return None
+    deviation, eps, chain = statistics
+    multiplied = _other_operand(normal, root)  # some compute x - mean twice
+    centred = _centred(deviation)
+    if centred is None or _centred(multiplied) != centred or _dtype(normal) != torch.float32:
+        return None
+    wide, averaged, mean = centred
+    for tail in reversed(_tails(normal)):
+        for x in dict.fromkeys((_before_cast(wide), wide)):
+            # As F.layer_norm does, it meets its weight in float32 and rounds once, to the dtype of x.
+            if tail.inner == torch.float32 and not tail.offset and tail.outer == _dtype(x):
+                casts = [node for node in (wide, averaged) if node is not x]
+                nodes = {*casts, mean, deviation, multiplied, *chain, root, *tail.aside, normal, *tail.nodes}
+                return Norm(x, tail.weight, None, eps, LAYER, tuple(sorted(nodes)))
+    return None
+
+
 def _spelled_out(root: Node) -> Norm | None:
     """The RMSNorm whose inverse root mean square is ``root``."""
     if (statistics := _statistics(root)) is None or (normal := _only_user(root)) is None:
@@ -320,7 +354,7 @@ def _rewrite(graph: Graph, norm: Norm) -> None:
             graph.erase_node(node)
 
 
-_FORMS: tuple[Callable[[Node], Norm | None], ...] = (_called, _spelled_out)
+_FORMS: tuple[Callable[[Node], Norm | None], ...] = (_called, _layer_norm, _spelled_out)
 
 
 def _norms(graph: Graph) -> Iterator[Norm]:
@@ -330,6 +364,7 @@ def _norms(graph: Graph) -> Iterator[Norm]:
             norm = form(node)
             if norm is not None:
                 yield norm
+                break
 
 
 def recognise_norms(graph: Graph) -> int:

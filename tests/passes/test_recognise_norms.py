@@ -117,6 +117,18 @@ def called_rms_with_default_eps(x: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, (COLUMNS,), w)
 
 
+def spelled_layer(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    return (w.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + EPS))).to(x.dtype)
+
+
+def spelled_layer_centred_once(x: Tensor, w: Tensor) -> Tensor:
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    return (centred * torch.rsqrt(mean_square(centred) + EPS)).to(x.dtype)
+
+
 # Kind for (bf16 x, bf16 w), (fp32 x, fp32 w), (bf16 x, fp32 w); in float32 the RMS dialects are one.
 DIALECTS: dict[Callable[[Tensor, Tensor], Tensor], tuple[str, str, str]] = {
     llama: ("rms", "rms", "rms"),
@@ -130,6 +142,8 @@ DIALECTS: dict[Callable[[Tensor, Tensor], Tensor], tuple[str, str, str]] = {
     called_layer: ("layer", "layer", "layer"),
     called_layer_with_bias: ("layer", "layer", "layer"),
     called_layer_without_weight: ("layer", "layer", "layer"),
+    spelled_layer: ("layer", "layer", "layer"),
+    spelled_layer_centred_once: ("layer", "layer", "layer"),
     called_rms: ("rms_float", "rms_float", "rms_float"),
     called_rms_with_default_eps: ("rms_float", "rms_float", "rms_float"),
 }
@@ -162,9 +176,11 @@ def test_a_dialect_becomes_its_kind_with_its_values_and_gradients(
     want = function(x, w, matrix)
     # pow(-0.5) is no rsqrt in the last bit, so that a few values are rounded to the next bfloat16, up to 2^-8 away.
     tolerance = 1e-5 if dtypes[0] is FP32 else 2**-8 if norm is negative_power else 2e-2
-    exact = norm is not negative_power and not (kinds_in(module) == ["layer"] and dtypes[0] is BF16)
+    added_otherwise = norm in (negative_power, spelled_layer, spelled_layer_centred_once)
+    exact = not added_otherwise and not (kinds_in(module) == ["layer"] and dtypes[0] is BF16)
     assert torch.equal(got, want) if exact else relative_error(got, want) <= tolerance
-    leaves = [leaf for leaf in (x, w) if norm not in (weightless, called_layer_without_weight) or leaf is x]
+    without = (weightless, called_layer_without_weight, spelled_layer_centred_once)
+    leaves = [leaf for leaf in (x, w) if norm not in without or leaf is x]
     dy = torch.randn_like(want)
     mine, theirs = (torch.autograd.grad(result, leaves, dy) for result in (got, want))
     for gradient, other in zip(mine, theirs, strict=True):
@@ -252,6 +268,11 @@ def squares_of_another_tensor(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(w * (x * torch.rsqrt(mean_square(x + 1) + EPS)), matrix)
 
 
+def less_the_mean_of_another_tensor(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
+    mean = (x + 1).mean(-1, keepdim=True)
+    return F.linear(w * ((x - mean) * torch.rsqrt(mean_square(x - mean) + EPS)), matrix)
+
+
 def eps_that_is_a_tensor(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(w * (x * torch.rsqrt(mean_square(x) + w.sum().abs())), matrix)
 
@@ -289,6 +310,7 @@ def partly_without_gradients(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
         statistics_in_half_precision,
         in_double_precision,
         squares_of_another_tensor,
+        less_the_mean_of_another_tensor,
         eps_that_is_a_tensor,
         changed_in_between,
         changed_afterwards,
