@@ -48,7 +48,7 @@ demo: $(READY)  ## Train a small GPT-2 and a small Llama in high precision and i
 test: $(READY)  ## Run the tests; a machine too busy for the slow ones leaves some out (SLOW_MINUTES)
 	$(PYTEST) tests --slow-minutes $(SLOW_MINUTES) $(ARGS)
 
-zoo: $(READY)  ## Examine small models of 89 architectures in six settings each and write docs/zoo.md
+zoo: $(READY)  ## Examine small models of 91 architectures in six settings each and write docs/zoo.md
 	$(TEST_ENV) $(RUN) -m tests.zoo --jobs $(JOBS) --out docs/zoo.md $(ARGS)
 
 fuzz: $(READY)  ## Run random programs (CASES=2000, SEED=...) in FP8 and hold them against eager; for nights

@@ -61,6 +61,14 @@ ENCODERS = [
         "funnel", "Funnel", {}, vocab_size=VOCABULARY, block_sizes=[1, 1], d_model=WIDTH, n_head=HEADS, d_head=16,
         d_inner=INNER, num_decoder_layers=1,
     ),
+    from_transformers(
+        "xlm", "encoder", "XLMConfig", "XLMWithLMHeadModel", _filled_in, vocab_size=VOCABULARY, emb_dim=WIDTH,
+        n_layers=LAYERS, n_heads=HEADS, max_position_embeddings=128,
+    ),
+    from_transformers(
+        "xlnet", "encoder", "XLNetConfig", "XLNetLMHeadModel", _filled_in, vocab_size=VOCABULARY, d_model=WIDTH,
+        n_layer=LAYERS, n_head=HEADS, d_inner=INNER,
+    ),
 ]  # fmt: skip
 
 
