@@ -111,6 +111,8 @@ def _chooses_itself(graph: Graph) -> bool:
 
 def can_run(kernel: str, node: Node) -> bool:
     """Does PyTorch hold the kernel "cudnn" or "flash" able to run this attention here, under the present settings?"""
+    if not torch.cuda.is_available():  # a PyTorch built for CUDA would ask a driver that is not there
+        return False
     query, key, value = (value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
     dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", False)
     shares_heads = argument(node, 7, "enable_gqa", False)
