@@ -27,7 +27,7 @@ from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch, weights_of
-from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_held_by_the_model
+from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_given
 
 Verdict = tuple[Cause, str] | None
 
@@ -127,17 +127,18 @@ def _head_in(name: str) -> str | None:
     return None
 
 
-def _is_given(node: Any) -> bool:
+def _shows_what_was_given(node: Any) -> bool:
     """Is ``node`` what the caller gave, seen in whatever way?"""
     while isinstance(node, Node) and _keeps_values(node) and node.args:
         node = node.args[0]
-    return isinstance(node, Node) and node.op == "placeholder" and not is_held_by_the_model(node)
+    return isinstance(node, Node) and is_given(node)
 
 
 def _is_of_words(table: Node) -> bool:
     """Does the caller say which rows of ``table`` are read? Of positions the model counts them itself."""
-    places = {F.embedding: (0, "input"), torch.embedding: (1, "indices")}
-    return any(_is_given(argument(user, *places[user.target])) for user in table.users if user.target in places)
+    places: dict[Any, tuple[int, str]] = {F.embedding: (0, "input"), torch.embedding: (1, "indices")}
+    readers = (user for user in table.users if user.target in places)
+    return any(_shows_what_was_given(argument(user, *places[user.target])) for user in readers)
 
 
 def _vocabularies(tables: Collection[Node | None]) -> set[int]:

@@ -126,7 +126,7 @@ def _is_product(node: Node) -> bool:
     return called(node) in _PRODUCTS or node.target is F.linear
 
 
-def _is_given(node: Node) -> bool:
+def is_given(node: Node) -> bool:
     """Is ``node`` what the model was called with?"""
     return node.op == "placeholder" and not is_held_by_the_model(node)
 
@@ -205,7 +205,7 @@ class Weights:
             begun.add(source)
             if source in self.parameters:
                 owned.append(source)
-            elif _is_given(source) or _is_product(source) or len(begun) > _MOST_NODES:
+            elif is_given(source) or _is_product(source) or len(begun) > _MOST_NODES:
                 return None
             waiting += [(each, place) for each in source.all_input_nodes]
         return max(owned, key=lambda leaf: value_of(leaf).numel()) if owned else None
