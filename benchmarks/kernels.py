@@ -43,7 +43,11 @@ from te_compile.kernels import (
 )
 from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
 from te_compile.kernels.quantize import Tile
-from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
+from te_compile.ops.cross_entropy import (
+    cross_entropy_backward_reference,
+    cross_entropy_backward_with_sums_reference,
+    cross_entropy_forward_reference,
+)
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -104,6 +108,9 @@ SWEEP = {
     # Steps are stages of the pipeline here.
     "loss": [
         Tile(1, k, w, s) for k in (2048, 4096, 8192) for w in (4, 8, 16) for s in (1, 2, 3) if k // w in (256, 512)
+    ],
+    "loss with sums": [
+        Tile(m, k, w) for m in (1, 2, 4) for k in (1024, 2048, 4096) for w in (4, 8) if m * k // w <= 1024
     ],
 }
 
@@ -287,12 +294,29 @@ def loss_rows() -> Iterator[Row]:
         size = 2 * (read + n * v * (1 if addends[0] is None else 2))
         yield Row(name, f"{n}x{v}", size, backward, same_gradients, "loss")
 
+    def with_sums(tile: Tile | None, turn: int) -> Any:
+        task = (xs[turn], targets, logsumexp, gradients, IGNORED, None, torch.bfloat16)
+        return cross_entropy.cross_entropy_backward_with_sums(*task, _descent(tile, cross_entropy.SUMMING))
+
+    def same_gradients_and_sums(got: Any) -> bool:
+        task = (xs[0], targets, logsumexp, gradients, IGNORED, None, torch.bfloat16)
+        wanted = cross_entropy_backward_with_sums_reference(*task)
+        return _same(got[0], wanted[0], 1e-3) and torch.allclose(got[1], wanted[1], rtol=0.02, atol=1e-4)
+
+    size = 2 * (read + n * v)
+    yield Row("cross entropy backward + sums", f"{n}x{v}", size, with_sums, same_gradients_and_sums, "loss with sums")
+
 
 def _walk(tile: Tile | None, chosen: cross_entropy.Walk) -> cross_entropy.Walk:
     """Steps of the tile's columns, of two bytes each."""
     if tile is None:
         return chosen
     return cross_entropy.Walk(2 * tile.columns // cross_entropy.VECTOR_BYTES, tile.warps, tile.steps)
+
+
+def _descent(tile: Tile | None, chosen: cross_entropy.Descent) -> cross_entropy.Descent:
+    """Steps of the tile's rows and columns."""
+    return chosen if tile is None else cross_entropy.Descent(tile.rows, tile.columns, tile.warps, chosen.height)
 
 
 def weight_rows() -> Iterator[Row]:

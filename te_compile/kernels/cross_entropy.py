@@ -17,6 +17,13 @@ first address in a row that is a multiple of 16, and the elements before and aft
 one. In backward that needs all matrices to be off alike, as contiguous ones are; where they are not, all is read one by
 one, and is right.
 
+The sums of the gradient over all rows, a bias's gradient, need another form of backward, for a program that has one row
+can only leave it to be read again. There a program takes a block of columns and walks down some of the rows, whose
+statistics are known: each thread keeps the sums of its columns, of the rounded values as they are written, and no two
+exchange anything. Each program leaves one partial row, fp32, and column_sums.py adds those up: no atomics, the same
+bits in every run. Its columns are the same in every row, so vectors are as wide as all rows are aligned alike: 16 bytes
+for 30528 columns of two bytes, 4 for 30522.
+
 What a target says is never trusted with an address: one that is no class reads nothing and gives NaN. The logits of a
 row that is ignored are not read.
 """
@@ -24,6 +31,7 @@ row that is ignored are not read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -32,7 +40,9 @@ from torch import Tensor
 
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
+from te_compile.kernels.quantize import rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -54,6 +64,29 @@ class Walk:
 # ``python -m benchmarks.kernels --only "cross entropy" --sweep`` measures others.
 FORWARD = Walk(512, 8, 1)
 BACKWARD = Walk(512, 8, 1)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How a program walks down some columns, for their sums: by steps of ``rows`` of ``columns`` elements, with
+    ``warps`` warps, over ``height`` rows: fewer where that leaves too few programs, more where it leaves too many
+    partial rows."""
+
+    rows: int
+    columns: int
+    warps: int
+    height: int
+
+
+# Two vectors a thread of each of two rows: what a row's target and statistics cost is spread over 16 elements, and with
+# 80 registers an SM holds 24 warps with 48 KiB of loads under way. A partial row of 128 rows is written and read with
+# 2 % of the bytes of those rows. Reasoned from the compiled code, not measured;
+# ``python -m benchmarks.kernels --only "cross entropy backward + sums" --sweep`` measures others.
+SUMMING = Descent(2, 2048, 4, 128)
+ENOUGH_PROGRAMS = 2048  # twice what an H200 has at a time, and more
+LEAST_HEIGHT = 16  # rows: their partial row is an eighth of their bytes, and another pass would read half of them again
+MOST_PARTIALS = 256  # rows, what column_sums.py reads at once
+MOST_PARTIAL_BYTES = 64 << 20
 
 
 @triton.jit
@@ -122,13 +155,15 @@ def _cross_entropy_forward_kernel(
 
 @triton.jit
 def _write_gradient(logits, addend, out, hit, reads, writes, logsumexp, scale):
-    """Write (softmax - one-hot) · scale (+ addend) for some columns of a row. logits, addend, out: pointers to these;
-    hit: which is the target; reads, writes: which logits are read and which results written."""
+    """Write (softmax - one-hot) · scale (+ addend) for some columns of a row, and return it as it was before rounding.
+    logits, addend, out: pointers to these; hit: which is the target; reads, writes: which logits are read and which
+    results written."""
     x = tl.load(logits, mask=reads, other=float("-inf")).to(tl.float32)
     value = (_power(x - logsumexp) - tl.where(hit, 1.0, 0.0)) * scale
     if addend is not None:
         value += tl.load(addend, mask=writes, other=0.0).to(tl.float32)
     tl.store(out, value.to(out.dtype.element_ty), mask=writes)
+    return value
 
 
 @triton.jit
@@ -172,6 +207,55 @@ def _cross_entropy_backward_kernel(
             logits + logits_row + column, None if addend is None else addend + addend_row + column,
             out + out_row + column, column == target, is_any & (column < length), is_any, logsumexp, scale,
         )  # fmt: skip
+
+
+@triton.jit
+def _row_statistics(targets, logsumexps, gradients, row, in_rows, columns, gradient_stride, ignore_index):
+    """Of some rows: the column that is the target, -1 for none; logsumexp; what the gradient is scaled by; and whether
+    the logits are read. Outside ``in_rows`` all of a row's gradient is 0."""
+    target = tl.load(targets + row, mask=in_rows, other=ignore_index)
+    logsumexp = tl.load(logsumexps + row, mask=in_rows, other=0.0)
+    scale = tl.load(gradients + row.to(tl.int64) * gradient_stride, mask=in_rows, other=0.0)
+    counts = target != ignore_index
+    known = (target >= 0) & (target < columns)
+    scale = tl.where(counts, tl.where(known, scale, float("nan")), 0.0)
+    target = tl.where(counts & known, target, -1).to(tl.int32)
+    return target, logsumexp, scale, counts
+
+
+@triton.jit
+def _cross_entropy_backward_with_sums_kernel(
+    logits, targets, logsumexps, gradients, addend, out, partials,
+    rows, units, stride_units, gradient_stride, addend_units, ignore_index, height,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Lengths come in units of UNIT elements, so that it is seen how far apart vectors may begin.
+    columns = units * UNIT
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < columns
+    first = tl.program_id(1) * height
+    end = tl.minimum(first + height, rows)
+    lane = tl.arange(0, ROWS)
+    target, logsumexp, scale, counts = _row_statistics(
+        targets, logsumexps, gradients, first + lane, first + lane < end, columns, gradient_stride, ignore_index
+    )
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(first, end, ROWS):
+        row = start + lane
+        far = row.to(tl.int64)[:, None]
+        writes = (row < end)[:, None] & in_columns[None, :]
+        value = _write_gradient(
+            logits + far * stride_units * UNIT + column[None, :],
+            None if addend is None else addend + far * addend_units * UNIT + column[None, :],
+            out + far * columns + column[None, :],
+            column[None, :] == target[:, None], counts[:, None] & writes, writes, logsumexp[:, None], scale[:, None],
+        )  # fmt: skip
+        # Whether logits are read depends on the target, so it is there before its row's turn.
+        target, logsumexp, scale, counts = _row_statistics(
+            targets, logsumexps, gradients, row + ROWS, row + ROWS < end, columns, gradient_stride, ignore_index
+        )
+        sums += tl.sum(rounded(value, out.dtype.element_ty), axis=0)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=in_columns)
 
 
 def _as_rows(matrix: Tensor) -> Tensor:
@@ -224,3 +308,43 @@ def cross_entropy_backward(
             VECTOR=vector, VECTORS=walk.vectors, STAGES=walk.stages, num_warps=walk.warps,
         )  # fmt: skip
     return out
+
+
+def _height(rows: int, columns: int, descent: Descent) -> int:
+    """How many rows a program walks down, a multiple of a step. See :class:`Descent`."""
+    across = triton.cdiv(columns, descent.columns)
+    height = min(descent.height, max(LEAST_HEIGHT, rows * across // ENOUGH_PROGRAMS))
+    most = max(1, min(MOST_PARTIALS, MOST_PARTIAL_BYTES // (4 * columns)))
+    return triton.cdiv(max(height, triton.cdiv(rows, most)), descent.rows) * descent.rows
+
+
+def cross_entropy_backward_with_sums(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexps: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    sums_dtype: torch.dtype,
+    descent: Descent = SUMMING,
+) -> tuple[Tensor, Tensor]:
+    """dlogits and its sums over rows, as te_compile/ops/cross_entropy.py has them, of logits: [N, V], N > 0, V > 0."""
+    logits, targets, logsumexps = _as_rows(logits), targets.contiguous(), logsumexps.contiguous()
+    addend = None if addend is None else _as_rows(addend)
+    rows, columns = logits.shape
+    addend_stride = columns if addend is None else addend.stride(0)
+    unit = gcd(VECTOR_BYTES // logits.itemsize, columns, logits.stride(0), addend_stride)
+    height = _height(rows, columns, descent)
+    programs = triton.cdiv(columns, descent.columns), triton.cdiv(rows, height)
+    with on_device_of(logits):
+        out = buffers.empty(logits, (rows, columns), logits.dtype)
+        partials = buffers.empty(logits, (programs[1], columns), torch.float32)
+        launch(
+            _cross_entropy_backward_with_sums_kernel, programs,
+            logits, targets, logsumexps, gradients, addend, out, partials,
+            rows, columns // unit, logits.stride(0) // unit, gradients.stride(0), addend_stride // unit,
+            ignore_index, height,
+            UNIT=unit, ROWS=descent.rows, COLUMNS=descent.columns, num_warps=descent.warps,
+        )  # fmt: skip
+        (sums,) = added_up([partials], [sums_dtype])
+    return out, sums

@@ -15,7 +15,9 @@ A row whose target is ``ignore_index`` has loss and gradient 0, whatever its log
 has NaN for both: PyTorch stops there, where a kernel cannot, and it must neither read past the row nor hide that.
 
 Models return their logits beside the loss, so autograd adds two gradients of them. passes/fuse_loss_backward.py makes
-the other one ``addend``, which is added before rounding.
+the other one ``addend``, which is added before rounding. The sum of the gradient over all rows is what the bias of the
+head gets: passes/sum_loss_gradients.py has the operator that writes the gradient return that too,
+``te::cross_entropy_backward_with_sums``.
 
 ``te::cross_entropy`` is what graphs from Dynamo hold (passes/lower_losses.py); tracing opens it into the two operators
 and, for mean and sum over rows, plain ATen, where [tokens] numbers cost nothing.
@@ -74,6 +76,25 @@ def cross_entropy_backward_reference(
     return (dx if addend is None else dx + addend.float()).to(logits.dtype).contiguous()
 
 
+@registry.register("cross_entropy_backward_deferred_with_sums", registry.REFERENCE)
+@registry.register("cross_entropy_backward_with_sums", registry.REFERENCE)
+def cross_entropy_backward_with_sums_reference(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    sums_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """As ``cross_entropy_backward_reference``.
+
+    Returns dlogits, and the sum of its rows as they are stored: [V] in ``sums_dtype``, summed in fp32.
+    """
+    dx = cross_entropy_backward_reference(logits, targets, logsumexp, gradients, ignore_index, addend)
+    return dx, dx.float().sum(0).to(sums_dtype)
+
+
 def _forward(
     logits: Tensor, targets: Tensor, ignore_index: int, implementation: str = registry.REFERENCE
 ) -> tuple[Tensor, Tensor]:
@@ -118,6 +139,48 @@ CROSS_ENTROPY_BACKWARD = define(
 )
 
 
+def _backward_with_sums(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    sums_dtype: torch.dtype,
+    implementation: str = registry.REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    function = registry.function_of("cross_entropy_backward_with_sums", implementation)
+    return function(logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
+
+
+def _backward_with_sums_fake(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    other: Tensor | None,
+    sums_dtype: torch.dtype,
+    implementation: str = registry.REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape), logits.new_empty(logits.shape[1], dtype=sums_dtype)
+
+
+CROSS_ENTROPY_BACKWARD_WITH_SUMS = define(
+    "cross_entropy_backward_with_sums(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
+    "int ignore_index, Tensor? addend, ScalarType sums_dtype, "
+    'str implementation="reference") -> (Tensor dlogits, Tensor sums)',
+    _backward_with_sums,
+    _backward_with_sums_fake,
+)
+
+
+def _waiting(ticket: Tensor, logits: Tensor) -> Tensor | None:
+    """The gradient that waits under ``ticket`` for these logits, if there is one."""
+    addend = take(ticket)
+    return None if addend is None else addend.reshape(logits.shape)
+
+
 def _backward_deferred(
     logits: Tensor,
     targets: Tensor,
@@ -127,8 +190,7 @@ def _backward_deferred(
     ticket: Tensor,
     implementation: str = registry.REFERENCE,
 ) -> Tensor:
-    addend = take(ticket)
-    addend = None if addend is None else addend.reshape(logits.shape)
+    addend = _waiting(ticket, logits)
     return _backward(logits, targets, logsumexp, gradients, ignore_index, addend, implementation)
 
 
@@ -137,6 +199,30 @@ CROSS_ENTROPY_BACKWARD_DEFERRED = define(
     'int ignore_index, Tensor ticket, str implementation="reference") -> Tensor',
     _backward_deferred,
     _backward_fake,
+    asks=True,
+)
+
+
+def _backward_deferred_with_sums(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    ticket: Tensor,
+    sums_dtype: torch.dtype,
+    implementation: str = registry.REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    addend = _waiting(ticket, logits)
+    return _backward_with_sums(logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype, implementation)
+
+
+CROSS_ENTROPY_BACKWARD_DEFERRED_WITH_SUMS = define(
+    "cross_entropy_backward_deferred_with_sums(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
+    "int ignore_index, Tensor ticket, ScalarType sums_dtype, "
+    'str implementation="reference") -> (Tensor dlogits, Tensor sums)',
+    _backward_deferred_with_sums,
+    _backward_with_sums_fake,
     asks=True,
 )
 

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
-from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
+from te_compile.ops.cross_entropy import (
+    cross_entropy_backward_reference,
+    cross_entropy_backward_with_sums_reference,
+    cross_entropy_forward_reference,
+)
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
 from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, words_of
 from te_compile.ops.fp8_attention import fp8_attention_reference
@@ -38,6 +42,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST_HEAD = 128  # features: beyond it a program's registers do not hold the result
 NARROWEST_HEAD = 32  # features of one with a dropout: below it products are small beside what is done to each weight
+NARROWEST_READ = 4  # bytes by which a thread reads: with less the second pass that sums save costs no more than they do
 HOPPER = (9, 0)
 NOT_WANTED = -1
 
@@ -356,6 +361,38 @@ def cross_entropy_backward(
     from te_compile.kernels.cross_entropy import cross_entropy_backward as kernel
 
     return kernel(logits, targets, logsumexp, gradients, ignore_index, addend)
+
+
+def _check_cross_entropy_with_sums(target: Target, arguments: dict[str, Any]) -> None:
+    _check_cross_entropy(target, arguments)
+    logits = arguments["logits"]
+    if arguments["sums_dtype"] not in DTYPES:
+        raise Unsupported(f"{arguments['sums_dtype']} is none of {', '.join(map(str, DTYPES))}")
+    width = logits.shape[1] * logits.itemsize
+    if not isinstance(width, int) or width % NARROWEST_READ:
+        raise Unsupported(f"rows of {width} bytes begin at no multiple of {NARROWEST_READ}, so they are read in halves")
+
+
+@registry.register(
+    "cross_entropy_backward_deferred_with_sums", TRITON, priority=PRIORITY, check=_check_cross_entropy_with_sums
+)
+@registry.register("cross_entropy_backward_with_sums", TRITON, priority=PRIORITY, check=_check_cross_entropy_with_sums)
+def cross_entropy_backward_with_sums(
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    sums_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``te::cross_entropy_backward_with_sums`` by kernels/cross_entropy.py."""
+    operands = (logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
+    if logits.numel() == 0:
+        return cross_entropy_backward_with_sums_reference(*operands)
+    from te_compile.kernels.cross_entropy import cross_entropy_backward_with_sums as kernel
+
+    return kernel(*operands)
 
 
 def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:

@@ -81,6 +81,11 @@ def loss_backward(columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (logits, targets, logsumexp, gradient.expand(64), ignored), named | {"addend": matrix(64, columns)}
 
 
+def loss_backward_with_sums(columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given, named = loss_backward(columns)
+    return (*given, named["addend"], torch.float32), {"implementation": "triton"}
+
+
 CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "quantize": (
         "quantize",
@@ -116,6 +121,7 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     "loss, odd": ("cross_entropy_forward", lambda: loss(1037)),
     "loss backward": ("cross_entropy_backward", lambda: loss_backward(1024)),
     "loss backward, odd": ("cross_entropy_backward", lambda: loss_backward(1037)),
+    "loss backward with sums": ("cross_entropy_backward_with_sums", lambda: loss_backward_with_sums(1024)),
     "product": ("gemm", lambda: gemm("cublaslt", False, False)),
     "product, bias": ("gemm", lambda: gemm("cublaslt", True, False)),
     "product, addend": ("gemm", lambda: gemm("cublaslt", False, True)),

@@ -288,6 +288,21 @@ def test_products_of_experts_attention_and_losses_are_rehearsed_as_they_are_laun
             assert fake == argument
 
 
+def test_a_loss_with_sums_is_rehearsed_with_what_adds_them_up() -> None:
+    notes = Notes()
+    with FakeTensorMode(), rehearsing(notes):
+        logits, targets, row = torch.empty(6, 130), torch.empty(6, dtype=torch.int64), torch.empty(6)
+        implementations["cross_entropy_backward_with_sums"](
+            logits, targets, row, torch.empty(()).expand(6), -100, None, torch.bfloat16, TRITON
+        )
+        ticket = torch.empty((), dtype=torch.float64)
+        implementations["cross_entropy_backward_deferred_with_sums"](
+            logits, targets, row, row, -100, ticket, torch.float32, TRITON
+        )
+    names = [kernel.__name__ for kernel, _, _ in notes.launches]
+    assert names == 2 * ["_cross_entropy_backward_with_sums_kernel", "_add_up_kernel"]
+
+
 def test_in_a_rehearsal_a_view_begins_where_it_begins_in_its_storage() -> None:
     real = torch.zeros(64, dtype=torch.bfloat16)
     assert address_of(real[3:]) == real.data_ptr() + 6

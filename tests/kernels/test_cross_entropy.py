@@ -7,13 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_compile.kernels.cross_entropy import Walk, cross_entropy_backward, cross_entropy_forward
+from te_compile.kernels import cross_entropy
+from te_compile.kernels.cross_entropy import (
+    SUMMING,
+    Descent,
+    Walk,
+    cross_entropy_backward,
+    cross_entropy_backward_with_sums,
+    cross_entropy_forward,
+)
 from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 IGNORED = -100
 SHORT = Walk(32, 4, 1)  # several steps in few columns
+LOW = Descent(2, 64, 1, 4)  # several programs either way, and several steps of each, in few rows and columns
 
 
 def task(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -149,3 +158,90 @@ def test_small_losses_keep_their_digits(device: str) -> None:
     losses, _ = cross_entropy_forward(logits, targets, IGNORED, SHORT)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     torch.testing.assert_close(losses.double(), exact, rtol=1e-3, atol=0)
+
+
+# --- with the sums of the gradient ---
+
+
+def sums_agree(
+    logits: Tensor, targets: Tensor, addend: Tensor | None = None, descent: Descent = LOW, dtype: torch.dtype = FP32
+) -> None:
+    """Assert the gradient of the kernel without sums, bit for bit, and the sums of what it stored."""
+    _, logsumexp = cross_entropy_forward(logits, targets, IGNORED, SHORT)
+    given = (logits, targets, logsumexp, torch.randn(logits.shape[0], device=logits.device), IGNORED, addend)
+    got, sums = cross_entropy_backward_with_sums(*given, dtype, descent)
+    plain = cross_entropy_backward(*given, SHORT)
+    assert got.is_contiguous() and torch.equal(got.isnan(), plain.isnan())
+    torch.testing.assert_close(got, plain, rtol=0, atol=0, equal_nan=True)
+    assert (sums.shape, sums.dtype) == ((logits.shape[1],), dtype)
+    exact = got.double().sum(0)
+    torch.testing.assert_close(sums.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (11, 64), (16, 1000), (13, 1003), (5, 4096)])
+def test_sums_of_any_shape(dtype: torch.dtype, rows: int, columns: int, device: str) -> None:
+    logits, targets = task(rows, columns, dtype, device)
+    targets[3:4] = 0
+    sums_agree(logits, targets)
+    sums_agree(logits, targets, torch.randn(rows, columns, device=device).to(dtype), dtype=dtype)
+    sums_agree(logits, targets, torch.randn(rows, columns, device=device), SUMMING)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_have_the_dtype_asked_for(dtype: torch.dtype, device: str) -> None:
+    logits, targets = task(9, 130, BF16, device)
+    targets[3] = 129
+    sums_agree(logits, targets, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "descent", [Descent(1, 32, 1, 1), Descent(4, 256, 4, 8), Descent(2, 64, 2, 3), Descent(8, 64, 1, 64)], ids=str
+)
+@pytest.mark.parametrize("columns", [90, 256])
+def test_every_way_to_walk_down(descent: Descent, columns: int, device: str) -> None:
+    logits, targets = task(21, columns, BF16, device)
+    targets[3] = 5
+    sums_agree(logits, targets, torch.randn(21, columns, device=device).to(BF16), descent)
+
+
+def test_rows_that_count_for_nothing_add_nothing_and_one_without_a_class_makes_all_sums_nan(device: str) -> None:
+    logits, targets = task(7, 75, BF16, device)
+    targets[3] = IGNORED
+    logits[1], logits[3] = torch.nan, torch.inf  # both are ignored
+    sums_agree(logits, targets)
+    addend = torch.randn_like(logits).nan_to_num()
+    sums_agree(logits, targets, addend)
+    targets[:] = IGNORED
+    zeros = torch.zeros(7, device=device)
+    _, sums = cross_entropy_backward_with_sums(logits, targets, zeros, zeros, IGNORED, None, FP32, LOW)
+    assert not sums.any()
+    targets[5] = 1 << 40
+    got, sums = cross_entropy_backward_with_sums(logits, targets, zeros, zeros, IGNORED, None, FP32, LOW)
+    assert sums.isnan().all() and got.isnan().all(1).nonzero().tolist() == [[5]]
+
+
+def test_rows_apart_in_memory_are_summed(device: str) -> None:
+    logits, targets = task(7, 250, BF16, device)
+    targets[3] = 249
+    wide = torch.full((7, 301), torch.nan, device=device, dtype=BF16)
+    for first in (0, 1, 16):
+        apart = wide[:, first : first + 250]
+        apart[:] = logits
+        sums_agree(apart, targets)
+        sums_agree(logits, targets, apart)
+    sums_agree(logits.t().contiguous().t(), targets, logits[:1].expand(7, 250))
+    sums_agree(logits[:1].expand(7, 250), targets)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 8), (100, 50000), (1024, 30522), (8192, 32000), (32768, 30528), (70000, 65), (1 << 20, 128256)],
+)
+def test_partial_rows_stay_few_and_programs_many(rows: int, columns: int) -> None:
+    height = cross_entropy._height(rows, columns, SUMMING)
+    count, across = -(-rows // height), -(-columns // SUMMING.columns)
+    assert count <= cross_entropy.MOST_PARTIALS and height % SUMMING.rows == 0
+    assert count == 1 or 4 * count * columns <= cross_entropy.MOST_PARTIAL_BYTES
+    is_low = height <= cross_entropy.LEAST_HEIGHT
+    assert is_low or count * across >= cross_entropy.ENOUGH_PROGRAMS or count > cross_entropy.MOST_PARTIALS - 20

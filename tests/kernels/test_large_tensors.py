@@ -190,6 +190,23 @@ def test_loss_of_many_logits() -> None:
     assert torch.allclose(got[-1:].float(), wanted.float(), atol=1e-3)
 
 
+def test_loss_with_sums_of_many_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "MOST_PARTIALS", 1 << 15)  # a program for each row: few of them run
+    monkeypatch.setattr(cross_entropy, "MOST_PARTIAL_BYTES", 1 << 40)
+    shape = (1 << 15, (1 << 17) + 8)
+    logits, addend = sparse(shape, BF16), sparse(shape, BF16)
+    targets, numbers = torch.full((1 << 15,), 77), torch.ones(1 << 15)
+    last, more = filled(logits[-1:]), filled(addend[-1:])
+    rest = (numbers, numbers, -100, addend, torch.float32)
+    got, sums = cross_entropy.cross_entropy_backward_with_sums(
+        logits, targets, *rest, cross_entropy.Descent(1, 1 << 18, 1, 1)
+    )
+    wanted = cross_entropy_backward_reference(last, targets[-1:], numbers[-1:], numbers[-1:], -100, more)
+    assert torch.allclose(got[-1:].float(), wanted.float(), atol=1e-3, rtol=1e-2)
+    row = (got[0].float() + got[-1].float())[-8:]  # where the programs that ran lie
+    assert torch.allclose(sums[-8:], row)
+
+
 def test_weights_of_many_elements() -> None:
     weight, first = sparse((1 << 14, 1 << 18), BF16), sparse((64, 64), BF16)
     corner = filled(weight[-128:, -128:])

@@ -12,9 +12,13 @@ from torch import Tensor
 from te_compile.ops.cross_entropy import (
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
+    CROSS_ENTROPY_BACKWARD_DEFERRED,
+    CROSS_ENTROPY_BACKWARD_DEFERRED_WITH_SUMS,
+    CROSS_ENTROPY_BACKWARD_WITH_SUMS,
     CROSS_ENTROPY_FORWARD,
     REDUCTIONS,
 )
+from te_compile.ops.deferred_gradient import GRADIENT_TICKET, Waiting
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -109,6 +113,41 @@ def test_the_addend_is_added_before_rounding(dtype: torch.dtype, addend_dtype: t
     torch.testing.assert_close(got, (alone + addend.float()).to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "with an addend"])
+def test_sums_are_those_of_the_gradient_as_it_is_stored(dtype: torch.dtype, adds: bool) -> None:
+    logits, targets = task(dtype=dtype)
+    targets[3] = 50  # no class
+    _, logsumexp = CROSS_ENTROPY_FORWARD(logits, targets, IGNORED)
+    given = (logits, targets, logsumexp, torch.randn(9), IGNORED, torch.randn(9, 50).to(dtype) if adds else None)
+    wanted = CROSS_ENTROPY_BACKWARD(*given)
+    for sums_dtype in DTYPES:
+        got, sums = CROSS_ENTROPY_BACKWARD_WITH_SUMS(*given, sums_dtype)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+        exact = wanted.sum(0, dtype=FP32).to(sums_dtype)
+        torch.testing.assert_close(sums, exact, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_are_those_of_both_gradients_where_another_one_waits() -> None:
+    logits, targets = task()
+    _, logsumexp = CROSS_ENTROPY_FORWARD(logits, targets, IGNORED)
+    given, other = (logits, targets, logsumexp, torch.randn(9), IGNORED), torch.randn(3, 3, 50)
+    for waits in (False, True):
+        results = []
+        for operator, rest in (
+            (CROSS_ENTROPY_BACKWARD_DEFERRED, ()),
+            (CROSS_ENTROPY_BACKWARD_DEFERRED_WITH_SUMS, (FP32,)),
+        ):
+            ticket = GRADIENT_TICKET(logsumexp)
+            waiting = Waiting(ticket)
+            if waits:
+                waiting.add(other)
+            results.append(operator(*given, ticket, *rest))
+            assert waiting.take() is None
+        plain, (got, sums) = results
+        assert torch.equal(got, plain) and torch.equal(sums, plain.sum(0))
+
+
 def test_a_reduction_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="'median': unknown; choose one of mean, sum, none"):
         CROSS_ENTROPY(*task(), IGNORED, "median", FP32)
@@ -126,3 +165,4 @@ def test_the_fakes_predict_shapes_dtypes_and_strides(rows: int) -> None:
             for addend in (None, torch.randn(rows, 16), logits):
                 given = (x, targets, logsumexp, gradients, IGNORED, addend)
                 torch.library.opcheck(CROSS_ENTROPY_BACKWARD, given, test_utils=checks)
+                torch.library.opcheck(CROSS_ENTROPY_BACKWARD_WITH_SUMS, (*given, FP16), test_utils=checks)

@@ -66,6 +66,8 @@ def losses() -> None:
         logits, targets, numbers = empty(64, columns), empty(64, dtype=torch.int64), empty(64, dtype=FP32)
         cross_entropy.cross_entropy_forward(logits, targets, -100)
         cross_entropy.cross_entropy_backward(logits, targets, numbers, numbers, -100, logits)
+    logits, targets, numbers = empty(64, 30522), empty(64, dtype=torch.int64), empty(64, dtype=FP32)
+    cross_entropy.cross_entropy_backward_with_sums(logits, targets, numbers, numbers, -100, None, BF16)
 
 
 def producers() -> None:
