@@ -116,6 +116,12 @@ def te_nodes(compilation: Compilation, name: str) -> list[Node]:
     return [node for node, op in operators.items() if op is not None and op._schema.name == f"te::{name}"]
 
 
+def loss_backwards(compilation: Compilation, defers: bool) -> list[Node]:
+    """The nodes that write the gradient of a loss, with its sums or without."""
+    name = "cross_entropy_backward_deferred" if defers else "cross_entropy_backward"
+    return [node for sums in ("", "_with_sums") for node in te_nodes(compilation, name + sums)]
+
+
 def producers(compilation: Compilation, dtype: torch.dtype = torch.float8_e4m3fn) -> list[Node]:
     """Every node that quantises an activation or a gradient to ``dtype``, fused with other work or not."""
     found = [node for name in PRODUCERS for node in te_nodes(compilation, name)]

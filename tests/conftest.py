@@ -124,6 +124,8 @@ def loss_kernels() -> Iterator[None]:
         "cross_entropy_forward": cross_entropy.cross_entropy_forward_reference,
         "cross_entropy_backward": cross_entropy.cross_entropy_backward_reference,
         "cross_entropy_backward_deferred": cross_entropy.cross_entropy_backward_reference,
+        "cross_entropy_backward_with_sums": cross_entropy.cross_entropy_backward_with_sums_reference,
+        "cross_entropy_backward_deferred_with_sums": cross_entropy.cross_entropy_backward_with_sums_reference,
     }
     for name, reference in references.items():
         registry.register(name, "fast", priority=1000)(reference)

@@ -19,7 +19,7 @@ import te_compile
 from te_compile.deferred_gradients import LostGradientError
 from te_compile.ops import deferred_gradient
 from te_compile.passes import manager
-from tests.compiling import compiled, gradients, te_nodes
+from tests.compiling import compiled, gradients, loss_backwards
 
 CLASSES, WIDTH = 1030, 16
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "loss_kernels")
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_eager_mode(
     speaker.zero_grad()
     way(speaker, ids, dy)
     expected = gradients(speaker)
-    assert any(te_nodes(record, "cross_entropy_backward_deferred") for record in records)
+    assert any(loss_backwards(record, defers=True) for record in records)
     for name, each in expected.items():  # both round the gradient of the logits, eager mode each of two and their sum
         assert (found[name] - each).float().norm() <= 2**-7 * each.float().norm(), name
     assert not any(waiting.gradient is not None for waiting in deferred_gradient._waiting.values())
@@ -182,4 +182,4 @@ def test_what_nobody_took_dies_with_its_graph(speaker: Speaker, ids: tuple[Tenso
 def test_the_option_is_there_for_all_places(speaker: Speaker, ids: tuple[Tensor, Tensor]) -> None:
     with te_compile.configure(defer_logits=False), manager.recording() as records:
         compiled(speaker)(*ids)
-    assert not any(te_nodes(record, "cross_entropy_backward_deferred") for record in records)
+    assert not any(loss_backwards(record, defers=True) for record in records)

@@ -37,6 +37,7 @@ from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.share_inputs import share_inputs
+from te_compile.passes.sum_loss_gradients import sum_loss_gradients
 from te_compile.passes.transpose_late import transpose_late
 
 GraphPass = Callable[[Graph], int]
@@ -63,6 +64,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     fuse_loss_backward,  # likewise
     fuse_producers,
+    sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway
     remake_transposed,  # after all that merges with a quantize, for what it reads then is what must be there
     pair_producers,
     transpose_late,  # after the pairs, which write two gradients

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
@@ -31,6 +29,7 @@ from te_compile.passes.column_shifts import is_move
 from te_compile.passes.index_space import IndexSpace, Item, behind_views
 from te_compile.passes.new_nodes import call_like, reshaped, same_phase
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
+from te_compile.passes.row_sums import constant_shape, is_row_sum
 
 aten = torch.ops.aten
 
@@ -73,7 +72,7 @@ def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
         for user in member.users:
             if user.target in VIEWS and tensor_arguments(user) == [member]:
                 family.append(user)
-            elif _is_row_sum(user, space) and same_phase(user, quantize):
+            elif is_row_sum(user, space) and same_phase(user, quantize):
                 sums.append(_as_wanted(user))
             elif user is not quantize:
                 others.append(user)
@@ -82,19 +81,6 @@ def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
     if late or not same_phase(root, quantize):
         sums, others = [], []
     return Readers(root, tuple(family[1:]), tuple(sorted(sums)), tuple(others))
-
-
-def _is_row_sum(node: Node, space: IndexSpace) -> bool:
-    """Is ``node`` the sum over exactly the dimensions that are z's rows?"""
-    if node.target is not aten.sum.dim_IntList:
-        return False
-    summed, result = value_of(node.args[0]), value_of(node)
-    if summed is None or result is None or result.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    cut = space.row_dimensions(summed.shape)
-    given: Any = node.args[1]
-    dimensions = sorted(d % summed.dim() for d in given or range(summed.dim()))
-    return cut is not None and dimensions == list(range(cut)) and _constant_shape(result) is not None
 
 
 def _as_wanted(total: Node) -> Node:
@@ -109,16 +95,10 @@ def _as_wanted(total: Node) -> Node:
 def _is_emitted(readers: Readers, space: IndexSpace) -> bool:
     """Should the producer write z in high precision, because reading that is cheaper than computing it again?"""
     value, item = value_of(readers.root), Item(readers.root, Place.FULL)
-    if not readers.others or space.operands(item) is None or value is None or _constant_shape(value) is None:
+    if not readers.others or space.operands(item) is None or value is None or constant_shape(value) is None:
         return False
     again = space.cost(space.reads(item)) <= space.cost(frozenset({item}))
     return not (again and all(is_pointwise(other) or other.target is QUANTIZE for other in readers.others))
-
-
-def _constant_shape(value: Tensor) -> list[int] | None:
-    """The shape as a view takes it, -1 for a symbolic size; None if there are two of those, or gaps in memory."""
-    shape = [size if isinstance(size, int) else -1 for size in value.shape]
-    return shape if shape.count(-1) <= 1 and value.is_contiguous() else None
 
 
 def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
@@ -136,7 +116,7 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
         for node, index in zip([readers.root] * emitted + [*readers.sums], results, strict=True):
             rewired |= set(node.users)
             result = call_like(operator.getitem, (fused, index), node)
-            node.replace_all_uses_with(reshaped(result, _constant_shape(node.meta["val"]), node))
+            node.replace_all_uses_with(reshaped(result, constant_shape(node.meta["val"]), node))
     quantize.replace_all_uses_with(fused)
     behind_casts = [tensor_arguments(total)[0] for total in readers.sums if total.target in CASTS]
     for node in (quantize, *readers.sums, *behind_casts):

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_compile.kernels.cross_entropy import Walk
+from te_compile.kernels.cross_entropy import Descent, Walk
 from te_compile.kernels.cross_entropy import cross_entropy_backward as backward_kernel
+from te_compile.kernels.cross_entropy import cross_entropy_backward_with_sums as sums_kernel
 from te_compile.kernels.cross_entropy import cross_entropy_forward as forward_kernel
 from te_compile.ops import triton_implementations as kernels
 from te_compile.ops.cross_entropy import cross_entropy_backward_reference, cross_entropy_forward_reference
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
-from tests.compiling import compiled, gradients, know_the_backend, relative_error, te_nodes
+from tests.compiling import compiled, gradients, know_the_backend, loss_backwards, relative_error, te_nodes
 from tests.gpu.test_kernels import poisoned_memory
 
 pytestmark = pytest.mark.skipif(
@@ -153,6 +154,73 @@ def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
             assert all(torch.equal(result, before) for result, before in zip(results, first, strict=True))
 
 
+# --- with the sums of the gradient ---
+
+
+def sums_agree(logits: Tensor, targets: Tensor, addend: Tensor | None = None, dtype: torch.dtype = FP32) -> None:
+    """Assert the gradient of the kernel without sums, the sums of what was stored, and the same bits in another run."""
+    rows, columns = logits.shape
+    _, logsumexp = kernels.cross_entropy_forward(logits, targets, IGNORED)
+    given = (logits, targets, logsumexp, torch.randn(rows, device="cuda"), IGNORED, addend)
+    got, sums = kernels.cross_entropy_backward_with_sums(*given, dtype)
+    plain = kernels.cross_entropy_backward(*given)
+    # A compiler may fuse multiplications and additions in the one and not in the other.
+    eps = torch.finfo(logits.dtype).eps
+    torch.testing.assert_close(got, plain, rtol=max(2e-5, eps), atol=1e-6, equal_nan=True)
+    assert got.is_contiguous() and (sums.shape, sums.dtype) == ((columns,), dtype)
+    exact = torch.cat([part.sum(0, dtype=torch.float64) for part in got.split(4096, dim=1)])  # in pieces: it is large
+    scale = got.float().abs().amax() * rows**0.5
+    torch.testing.assert_close(
+        sums.double(), exact, rtol=torch.finfo(dtype).eps, atol=float(1e-6 * scale), equal_nan=True
+    )
+    again = kernels.cross_entropy_backward_with_sums(*given, dtype)
+    assert torch.equal(again[0], got) and torch.equal(again[1], sums)
+
+
+@pytest.mark.parametrize("columns", [1024, 4099, 30522, 30528, 32000, 128256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_those_of_what_is_stored(dtype: torch.dtype, columns: int) -> None:
+    logits, targets = task(517, columns, dtype)
+    sums_agree(logits, targets)
+    sums_agree(logits, targets, torch.randn_like(logits), dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (70000, 66), (5, 8194)], ids=str)
+def test_sums_of_shapes_that_fill_nothing(shape: tuple[int, int]) -> None:
+    logits, targets = task(*shape)
+    sums_agree(logits, targets, torch.randn_like(logits))
+
+
+def test_sums_at_the_size_of_bert_large() -> None:
+    logits, targets = task(32768, 30528)
+    sums_agree(logits, targets, dtype=BF16)
+
+
+def test_sums_of_more_elements_than_32_bits_count() -> None:
+    rows, columns = 68000, 32000
+    logits = torch.zeros(rows, columns, device="cuda", dtype=BF16)
+    targets = torch.full((rows,), IGNORED, device="cuda")
+    targets[-1] = 3
+    logits[-1, 5:] = -torch.inf
+    _, logsumexp = kernels.cross_entropy_forward(logits, targets, IGNORED)
+    one = torch.ones((), device="cuda").expand(rows)
+    got, sums = kernels.cross_entropy_backward_with_sums(logits, targets, logsumexp, one, IGNORED, None, FP32)
+    assert torch.equal(sums, got[-1].float()) and not got[:-1].any()
+    torch.testing.assert_close(sums[:5], torch.tensor([0.2, 0.2, 0.2, -0.8, 0.2], device="cuda"), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(("columns", "warps"), [(1024, 4), (2048, 4), (2048, 8), (4096, 8)])
+def test_every_way_to_walk_down(rows: int, columns: int, warps: int) -> None:
+    for vocabulary in (30522, 32000):
+        logits, targets = task(300, vocabulary)
+        _, logsumexp = forward_kernel(logits, targets, IGNORED)
+        rest = (logits, targets, logsumexp, torch.rand(300, device="cuda"), IGNORED, torch.randn_like(logits), FP32)
+        got, wanted = sums_kernel(*rest, Descent(rows, columns, warps, 64)), sums_kernel(*rest)
+        torch.testing.assert_close(got[0], wanted[0], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=1e-3)
+
+
 # --- models ---
 
 
@@ -193,6 +261,33 @@ def test_a_llama_trains_as_in_eager_mode_but_for_its_loss(compiler: str, vocabul
     assert got[0].dtype == FP32
     torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=0)
     assert all(relative_error(got[1][name], gradient) < 5e-2 for name, gradient in wanted[1].items())
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_head_with_a_bias_gets_its_gradient_from_the_loss(defers: bool) -> None:
+    know_the_backend()
+    torch._dynamo.reset()
+    head = torch.nn.Linear(64, 30522, device="cuda", dtype=BF16)
+    x, labels = torch.randn(4, 128, 64, device="cuda", dtype=BF16), torch.randint(0, 30522, (4, 128), device="cuda")
+    labels[:, ::2] = -100
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(x)
+        return F.cross_entropy(logits.view(-1, 30522), labels.view(-1)), logits
+
+    def trained(run: Any) -> dict[str, Tensor]:
+        head.zero_grad(set_to_none=True)
+        run(x)[0].backward()
+        return gradients(head)
+
+    wanted = trained(function)
+    with manager.recording() as records:
+        run = compiled(function, compiler="inductor", exclude=["*"], defer_logits=defers)
+        for _ in range(4):  # recorded and then replayed
+            got = trained(run)
+    (backward,) = loss_backwards(records[0], defers)
+    assert arguments_of(backward)["implementation"] == "triton" and arguments_of(backward)["sums_dtype"] == BF16
+    assert all(relative_error(got[name], gradient) < 5e-2 for name, gradient in wanted.items())
 
 
 def test_a_llama_in_fp8_learns_with_the_loss_of_its_own() -> None:
