@@ -31,6 +31,22 @@ def _kept(kept, random, SHARE: tl.constexpr, PLACE: tl.constexpr):
 
 
 @triton.jit
+def drawn(key, word, SHARE: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of BLOCK words by their numbers, of which SHARE of 2¹⁶ are on; see ops/dropout_bits.py."""
+    low, high = (word & 0xFFFFFFFF).to(tl.uint32), (word >> 32).to(tl.uint32)
+    none = tl.zeros((BLOCK,), tl.uint32)
+    kept = none
+    for call in tl.static_range(_CALLS):
+        if SHARE % (16 << 4 * call) != 0:  # else no bit is on yet, nor will be after these places
+            one, two, three, four = tl.philox(key, low, none + call, high, none, _ROUNDS)
+            kept = _kept(kept, one, SHARE, 4 * call)
+            kept = _kept(kept, two, SHARE, 4 * call + 1)
+            kept = _kept(kept, three, SHARE, 4 * call + 2)
+            kept = _kept(kept, four, SHARE, 4 * call + 3)
+    return kept
+
+
+@triton.jit
 def _are_hidden(first, last, queries, count):
     """Are the words from the first to the last all of one row, and of keys that come after its queries?"""
     row = first // queries
@@ -46,17 +62,8 @@ def _draw_kernel(
         hidden = _are_hidden(first, first + BLOCK - 1, queries, count)
         if hidden:
             return
-    key, word = tl.load(seed), first + tl.arange(0, BLOCK)
-    low, high = (word & 0xFFFFFFFF).to(tl.uint32), (word >> 32).to(tl.uint32)
-    none = tl.zeros((BLOCK,), tl.uint32)
-    kept = none
-    for call in tl.static_range(_CALLS):
-        if SHARE % (16 << 4 * call) != 0:  # else no bit is on yet, nor will be after these places
-            one, two, three, four = tl.philox(key, low, none + call, high, none, _ROUNDS)
-            kept = _kept(kept, one, SHARE, 4 * call)
-            kept = _kept(kept, two, SHARE, 4 * call + 1)
-            kept = _kept(kept, three, SHARE, 4 * call + 2)
-            kept = _kept(kept, four, SHARE, 4 * call + 3)
+    word = first + tl.arange(0, BLOCK)
+    kept = drawn(tl.load(seed), word, SHARE, BLOCK)
     tl.store(bits + word, kept.to(tl.int32, bitcast=True), mask=word < words)
 
 

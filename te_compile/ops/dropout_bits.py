@@ -16,6 +16,7 @@ them out.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def kept_share(probability: float) -> int:
         share = round(kept * 2**places) << PLACES - places
         if abs(share / 2**PLACES - kept) <= _CLOSE * min(probability, kept):
             return share
+    return nearest_share(probability)
+
+
+def nearest_share(probability: float) -> int:
+    """The same with all places, whatever the probability: it is off by 2⁻¹⁷ at the most."""
     return 2**PLACES - round(probability * 2**PLACES)
 
 
@@ -71,21 +77,26 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     return [first, second, third, fourth]
 
 
+def drawn(seed: Tensor, count: int, share: int) -> Tensor:
+    """So many words of bits, int64 [count], of which ``share`` of 2¹⁶ are on."""
+    word = torch.arange(count, device=seed.device)
+    none = torch.zeros_like(word)
+    kept = none
+    for place in range(PLACES):
+        if place % 4 == 0:
+            random = philox(seed, [word & _WORD, none + place // 4, word >> 32, none])
+        kept = (kept | random[place % 4]) if share >> place & 1 else (kept & random[place % 4])
+    return kept
+
+
 @registry.register("dropout_bits", registry.REFERENCE)
 def dropout_bits_reference(
     seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool = False
 ) -> Tensor:
     """See the module. seed: int64 [1]; heads: B · H; probability: of dropping; causal: bits of keys that come after
     their query may be anything. Returns int32 [heads, W, queries]."""
-    share = kept_share(probability)
     shape = heads, words_of(keys), queries
-    word = torch.arange(shape[0] * shape[1] * shape[2], device=seed.device)
-    kept = torch.zeros_like(word)
-    for place in range(PLACES):
-        if place % 4 == 0:
-            none = torch.zeros_like(word)
-            random = philox(seed, [word & _WORD, none + place // 4, word >> 32, none])
-        kept = (kept | random[place % 4]) if share >> place & 1 else (kept & random[place % 4])
+    kept = drawn(seed, math.prod(shape), kept_share(probability))
     return kept.where(kept < 2**31, kept - 2**32).to(torch.int32).view(shape)
 
 

@@ -23,7 +23,8 @@ from te_compile.ops.cross_entropy import (
     cross_entropy_forward_reference,
 )
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
-from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, words_of
+from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, nearest_share, words_of
+from te_compile.ops.dropout_masks import dropout_mask_reference
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -403,6 +404,12 @@ def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"a dropout of {arguments['probability']} drops none or all")
 
 
+def _check_dropout_mask(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+    if not 0 < nearest_share(arguments["probability"]) < nearest_share(0.0):
+        raise Unsupported(f"a dropout of {arguments['probability']} drops none or all")
+
+
 def check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported for what no kernel of ours runs."""
     _check_dropout(target, arguments)
@@ -430,6 +437,16 @@ def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability:
     from te_compile.kernels.dropout_bits import draw as kernel
 
     return kernel(seed, heads, queries, keys, probability, causal)
+
+
+@registry.register("dropout_mask", TRITON, priority=PRIORITY, check=_check_dropout_mask)
+def dropout_mask(seed: Tensor, size: Sequence[int], probability: float) -> Tensor:
+    """``te::dropout_mask`` by kernels/dropout_masks.py."""
+    if math.prod(size) == 0:
+        return dropout_mask_reference(seed, size, probability)
+    from te_compile.kernels.dropout_masks import draw_mask as kernel
+
+    return kernel(seed, size, probability)
 
 
 @registry.register("dropout_attention_forward", TRITON, priority=PRIORITY, check=_check_triton_dropout_attention)

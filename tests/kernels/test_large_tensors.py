@@ -13,6 +13,7 @@ from te_compile.kernels import (
     dropout_attention,
     dropout_attention_backward,
     dropout_bits,
+    dropout_masks,
     fp8_attention,
     grouped_gemm,
     norm,
@@ -249,6 +250,13 @@ def test_bits_of_many_weights() -> None:
     heads, length = 1 << 15, 1 << 11
     bits = dropout_bits.draw(torch.ones(1, dtype=torch.int64), heads, length, length, 0.5, True)
     assert bits.numel() == 1 << 32 and bits[-1, -1, -1] != 0
+
+
+@pytest.mark.parametrize("rest", [0, 7])
+def test_the_mask_of_many_elements(rest: int) -> None:
+    key, count = torch.ones(1, dtype=torch.int64), (1 << 32) + (1 << 14) + rest
+    mask = dropout_masks.draw_mask(key, (count,), 0.5)
+    assert 1 < mask[-20:].sum() < 20 and mask[1 << 31 : (1 << 31) + 64].sum() == 0, "programs between do not run"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "cross_entropy_backward_deferred_with_sums": {"logits": X, "sums_dtype": torch.float32},
     "quantize_weights": {"weights": [X, X], "dtype": E4M3},
     "snapshot": {"states": [X]},
+    "dropout_mask": {"size": X.shape, "probability": 0.1},
     "update_scales_": {"recipe": DelayedScaling().key()},
 }
 
@@ -87,6 +88,8 @@ def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ("cross_entropy_backward_with_sums", {"logits": X[:, 1:].contiguous()}, "126 bytes"),
         ("quantize_weights", {"weights": [X, X.float()]}, "differ"),
         ("quantize_weights", {"weights": [X.int()]}, "int32"),
+        ("dropout_mask", {"probability": 1e-9}, "drops none or all"),
+        ("dropout_mask", {"probability": 1 - 1e-9}, "drops none or all"),
     ],
 )
 def test_what_a_kernel_cannot_do_it_says(operator: str, change: dict[str, Any], reason: str) -> None:
