@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from te_compile.compilers import COMPILERS, captures_cuda_graphs
+from te_compile.compilers import captures_cuda_graphs, compiler_of
 from te_compile.deferred_gradients import attached
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
@@ -54,7 +54,7 @@ def te_fp8(
     signature = rewrite(gm, example_inputs, chosen, compilation)
     deferred = _deferred(gm, chosen, compilation)
     added = example_inputs_of(signature, chosen.recipe)
-    compiled = COMPILERS[chosen.compiler](gm, [*added, *example_inputs], chosen, compilation)
+    compiled = compiler_of(chosen)(gm, [*added, *example_inputs], chosen, compilation)
     if deferred:
         compiled = attached(compiled, deferred)
     if not signature.added:  # nothing in FP8, nothing to look up

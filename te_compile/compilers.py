@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -247,3 +249,20 @@ COMPILERS: dict[str, Callable[[GraphModule, Sequence[Any], Options, Compilation]
     "aot_eager": aot_eager,
 }
 """By the name that the option ``compiler`` takes."""
+
+_ONLY_TRACED: ContextVar[bool] = ContextVar("te_compile_only_traced", default=False)
+
+
+@contextmanager
+def only_traced() -> Iterator[None]:
+    """In here graphs are traced and rewritten as their options say, Inductor's among them, and compiled by nobody."""
+    token = _ONLY_TRACED.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_TRACED.reset(token)
+
+
+def compiler_of(options: Options) -> Callable[[GraphModule, Sequence[Any], Options, Compilation], Compiled]:
+    """What makes something that runs, under these options."""
+    return aot_eager if _ONLY_TRACED.get() else COMPILERS[options.compiler]

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from te_compile import state
 from te_compile.backend import te_fp8
+from te_compile.compilers import only_traced
 from te_compile.flat_parameters import parameter_of
 from te_compile.inspect.attention_names import attention_name
 from te_compile.inspect.attentions import AttentionRow
@@ -52,7 +53,7 @@ def explain(
     the arguments, random numbers, FP8 state and everything that is compiled are afterwards as they were.
     """
     Options.resolve(options)  # for its errors, before options that are no dict are merged
-    given = {**(options or {}), "strict": False, "compiler": "aot_eager"}
+    given = {**(options or {}), "strict": False}
     chosen = Options.resolve(given)
     target, names = uncompiled(model)
     look = _Look(given)
@@ -91,7 +92,7 @@ class _Look:
 
     def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take the graph through te_fp8, remember what happened and run it as it is."""
-        with manager.recording() as compilations:
+        with manager.recording() as compilations, only_traced():
             te_fp8(gm, example_inputs, options=self.options)
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         captured = _Captured(compilations[-1], self._ended_by(gm))

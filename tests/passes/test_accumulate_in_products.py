@@ -190,7 +190,7 @@ def test_where_nobody_can_be_asked_the_pass_does_not_run(
         ran.append(compilers.joint_passes(chosen))
         return gm.forward
 
-    monkeypatch.setattr("te_compile.backend.COMPILERS", {"inductor": noted, "aot_eager": noted})
+    monkeypatch.setattr("te_compile.compilers.COMPILERS", {"inductor": noted, "aot_eager": noted})
     with torch.no_grad():
         torch.compile(model, backend=te_fp8, options={"compiler": "aot_eager", **options})(x)
     assert [accumulate_in_products in each for each in ran] == [passes]
