@@ -22,6 +22,7 @@ from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
 from te_compile.passes.attention_kernels import choose_attention_kernels
 from te_compile.passes.defer_logits_gradient import defer_logits_gradient
+from te_compile.passes.draw_dropouts import draw_dropouts
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
@@ -81,6 +82,7 @@ def rewrite(
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
+    compilation.run("draw_dropouts", partial(draw_dropouts, regions, plan, chosen), graph)
     if chosen.strict:
         plan.require_all_supported()
     compilation.run("spell_out_linears", partial(spell_out_linears, plan), graph)

@@ -135,6 +135,16 @@ def loss_kernels() -> Iterator[None]:
 
 
 @pytest.fixture
+def mask_kernels() -> Iterator[None]:
+    """For the mask of a dropout something better than the reference, which is the reference: the CPU has none."""
+    from te_compile.ops import dropout_masks, registry
+
+    registry.register("dropout_mask", "fast", priority=1000)(dropout_masks.dropout_mask_reference)
+    yield
+    del registry._TABLE["dropout_mask", "fast"]
+
+
+@pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every gradient that a product has added to, in order."""
     from te_compile import accumulated_gradients

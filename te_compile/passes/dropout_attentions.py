@@ -48,11 +48,16 @@ def _is_run_by_kernels(node: Node) -> bool:
     return all(registry.choose(name, target, arguments)[0] != registry.REFERENCE for name in _OPERATORS)
 
 
+def wants_eager_draws(options: Options) -> bool:
+    """Does the user ask Inductor for the numbers that eager mode draws?"""
+    return bool(asked_of_inductor(options).get("fallback_random", config.fallback_random))
+
+
 def draws_bits(node: Node, options: Options) -> bool:
     """May the operator take the place of this call, whose arguments are plain (``attention_kernels``)?"""
     if not 0 < argument(node, 4, "dropout_p", 0.0) < 1 or any(map(wrapped_kind, (*_operands(node), node))):
         return False
-    if asked_of_inductor(options).get("fallback_random", config.fallback_random):
+    if wants_eager_draws(options):
         return False
     if torch.is_grad_enabled() and may_change(node):
         return False  # the gradients read the result as it was
