@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sympy import Integer
+from sympy import Basic, Integer
 from torch._inductor import config, exc, ir, lowering
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -72,7 +72,7 @@ class DirectCall(ir.FallbackKernel):
             while getattr(module, "parent_wrapper", None) is not None:
                 module = module.parent_wrapper
             module.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
-            if all(map(_has_constant_shape, self.inputs)):
+            if all(map(_has_constant_shape, self.inputs)) and _are_constant((self.constant_args, self.kwargs)):
                 self.site = f"te_site_{next(_sites)}"
                 module.add_import_once(f"{self.site} = {function}.site()")
         super().codegen(wrapper)
@@ -87,6 +87,17 @@ class DirectCall(ir.FallbackKernel):
 
 def _has_constant_shape(operand: Any) -> bool:
     return all(isinstance(length, (int, Integer)) for length in (*operand.get_size(), *operand.get_stride()))
+
+
+def _are_constant(arguments: Any) -> bool:
+    """Is no size that differs from call to call among what the operator is given beside tensors?"""
+    return not any(map(_is_symbolic, pytree.tree_leaves(arguments)))
+
+
+def _is_symbolic(argument: Any) -> bool:
+    if isinstance(argument, Basic):
+        return bool(argument.free_symbols)
+    return isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _is_called_directly(device: torch.device | None) -> bool:

@@ -115,6 +115,36 @@ def test_only_where_shapes_are_constant_a_call_is_a_site(monkeypatch: pytest.Mon
             torch.testing.assert_close(compiled(x), model(x), rtol=0.1, atol=0.1)
 
 
+class Drops(nn.Module):
+    """A linear, and a dropout whose mask has the size of its input and reads a seed of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mask_kernels")
+def test_a_call_that_is_given_a_size_beside_its_tensors_is_no_site_if_that_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        fast = torch.compile(Drops(), backend=te_fp8, dynamic=dynamic, options={"cost_model": False})
+        with torch.no_grad():
+            _, codes = run_and_get_code(fast, torch.randn(32, 16))
+            code = "\n".join(codes)
+            assert ("te_calls.dropout_mask(" in code) == dynamic
+            assert ("te_calls.dropout_mask.site()" in code) != dynamic
+            for rows in (32, 48):
+                kept = fast(torch.randn(rows, 16)) != 0
+                assert 0.3 < kept.double().mean() < 0.7
+
+
 class Nested(nn.Module):
     """A region that is compiled once and called twice."""
 
