@@ -138,8 +138,8 @@ def test_under_a_checkpoint_gradients_are_the_same(dtype: torch.dtype) -> None:
             found.append([train_step(model, run, x) for _ in range(4)])
         assert len(te_nodes(records[0], "dropout_mask")) == 4
     for (y, gradients), (other_y, other) in zip(*found, strict=True):
-        assert relative_error(y, other_y) < 1e-3
-        assert all(relative_error(gradients[name], other[name]) < 2e-2 for name in gradients)
+        assert relative_error(y, other_y) < 1e-2  # other masks: 0.5
+        assert all(relative_error(gradients[name], other[name]) < 5e-2 for name in gradients)
 
 
 def test_blocks_that_are_compiled_one_by_one_draw_the_same_mask_again() -> None:
@@ -155,5 +155,5 @@ def test_blocks_that_are_compiled_one_by_one_draw_the_same_mask_again() -> None:
         torch.manual_seed(5)
         found.append([train_step(model, model, x) for _ in range(4)])
     for (y, gradients), (other_y, other) in zip(*found, strict=True):
-        assert relative_error(y, other_y) < 1e-3
-        assert all(relative_error(gradients[name], other[name]) < 2e-2 for name in gradients)
+        assert relative_error(y, other_y) < 1e-2  # other masks: 0.5
+        assert all(relative_error(gradients[name], other[name]) < 5e-2 for name in gradients)
