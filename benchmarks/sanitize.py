@@ -65,7 +65,7 @@ CASES = (
     Case("scale_update", "tests/kernels/test_scale_update.py"),
     Case("grouped_gemm", "tests/kernels/test_grouped_gemm.py"),
     Case("fp8_attention", "tests/kernels/test_fp8_attention.py"),
-    Case("dropout_mask", "tests/kernels/test_dropout_mask.py"),
+    Case("dropout_mask", "tests/kernels/test_dropout_masks.py"),
     Case("dropout_attention", "tests/kernels/test_dropout_attention.py"),
     Case("native_dropout_attention", "tests/gpu/test_native_dropout_attention.py", "definition or strides"),
     Case("native_kernels", "tests/gpu/test_native_kernels.py"),

@@ -140,7 +140,7 @@ def test_a_call_that_is_given_a_size_beside_its_tensors_is_no_site_if_that_chang
             _, codes = run_and_get_code(fast, torch.randn(32, 16))
             code = "\n".join(codes)
             assert ("te_calls.dropout_mask(" in code) == dynamic
-            assert ("te_calls.dropout_mask.site()" in code) != dynamic
+            assert ("te_calls.dropout_mask.site(" in code) != dynamic
             for rows in (32, 48):
                 kept = fast(torch.randn(rows, 16)) != 0
                 assert 0.3 < kept.double().mean() < 0.7
