@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from te_compile.passes.captured_nodes import size_hint, value_of
+from te_compile.passes.memory_order import order_shows
 
 _WHERE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
@@ -56,7 +57,10 @@ class Writer:
         return node
 
     def laid_out_like(self, node: Node, model: Node) -> Node:
-        """``node``, copied if its elements lie in another order than those of ``model``: views of it may follow."""
+        """``node``, for the users of ``model``: copied if its elements lie in another order than those of ``model`` and
+        that shows, as in views that follow."""
+        if not order_shows(model, value_of(node)):
+            return node
         strides = [size_hint(stride) for stride in value_of(model).stride()]
         order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
         back = [order.index(dimension) for dimension in range(len(order))]

@@ -74,7 +74,8 @@ def test_a_training_gives_the_same_bits(
     model = Block(norm).to("cuda", BF16)
     other = copy.deepcopy(model)
     got = trained(model, 12, options)
-    assert made[0].steps and made[0].misses == 0
+    # Weights that are quantised in the graph are more than its first calls.
+    assert bool(made[0].steps) == options.get("cache_weights", True) and made[0].misses == 0
     monkeypatch.setattr(head_start, "MOST_LOOKS", 0)
     wanted = trained(other, 12, options)
     assert not made[-1].steps
@@ -127,7 +128,7 @@ def test_the_first_product_is_launched_before_the_graph_is_called(
 
 def test_another_stream_and_a_captured_graph(made: list[HeadStart]) -> None:
     model = Block().to("cuda", BF16)
-    compiled = torch.compile(model, backend="te_fp8", options={"cost_model": False})
+    compiled = torch.compile(model, backend="te_fp8", options={"cost_model": False, "recipe": "current"})
     x = torch.randn(4, 64, WIDTH, device="cuda", dtype=BF16)
     with torch.no_grad():
         wanted = [compiled(x).clone() for _ in range(8)][-1]

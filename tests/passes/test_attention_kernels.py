@@ -89,6 +89,68 @@ def test_the_result_lies_in_memory_as_before() -> None:
         assert value_of(output).stride() == before.stride() and value_of(output).shape == before.shape
 
 
+def in_rows(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).reshape(2, LENGTH, HEADS * WIDTH)
+
+
+def in_rows_by_functions(y: Tensor) -> Tensor:
+    return torch.flatten(torch.permute(y, (0, 2, 1, 3)), 2) * 2
+
+
+def in_order(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).contiguous().view(2, LENGTH, HEADS * WIDTH)
+
+
+def as_it_lies(y: Tensor) -> Tensor:
+    return y.contiguous().view(2, -1)
+
+
+READ_IN_ORDER: list[Callable[[Tensor], Any]] = [in_rows, in_rows_by_functions, in_order, as_it_lies]
+READ_AS_IT_LIES: list[Callable[[Tensor], Any]] = [
+    lambda y: y,
+    lambda y: y.view(2, -1),
+    lambda y: y.transpose(1, 2),
+    lambda y: (y.transpose(1, 2).flatten(2), y),
+    lambda y: y.transpose(2, 3).reshape(2, HEADS, WIDTH, LENGTH),
+    lambda y: y.transpose(1, 2).add_(1).flatten(2),
+    lambda y: y.contiguous(memory_format=torch.channels_last),
+    lambda y: y * 2,
+]
+
+
+def copied(reads: Callable[[Tensor], Any]) -> bool:
+    """Is the result of another kernel, which lies as [B, S, H, D], copied for ``reads``, traced with [B, H, S, D]?"""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return reads(causal(q, k, v).contiguous())
+
+    inputs = heads(), heads(), heads()
+    gm, _ = captured(run, *inputs)
+    (attention,) = (node for node in gm.graph.nodes if node.target is F.scaled_dot_product_attention)
+    (ordered,) = attention.users
+    attention.meta["example_value"] = value_of(ordered)
+    ordered.replace_all_uses_with(attention)
+    gm.graph.erase_node(ordered)
+    gm.recompile()
+    before = len(gm.graph.nodes)
+    regions, left = regions_of(gm)
+    plan = Plan()
+    find_attentions(regions, left, plan)
+    assert choose_attention_kernels(regions, plan, Options.resolve({"cost_model": False}), lambda *_: True) == 1
+    gm.graph.lint()
+    return len(gm.graph.nodes) > before + 1
+
+
+@pytest.mark.parametrize("reads", READ_IN_ORDER, ids=lambda reads: reads.__name__)
+def test_a_result_that_is_put_in_order_anyway_is_not_copied_before(reads: Callable[[Tensor], Any]) -> None:
+    assert not copied(reads)
+
+
+@pytest.mark.parametrize("reads", READ_AS_IT_LIES)
+def test_a_result_of_which_views_may_follow_is_copied(reads: Callable[[Tensor], Any]) -> None:
+    assert copied(reads)
+
+
 def test_nothing_is_saved_for_a_backward_that_cannot_come() -> None:
     with torch.no_grad():
         _, gm, _ = passed(causal, heads(), heads(), heads())
