@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from te_compile.kernels.replay import BoundCall, newly_bound
+from te_compile.kernels.replay import BoundCall, looking
 
 MOST_CALLS = 4  # of the graph's first, among which the product must be: what is made early is held for longer
 MOST_LOOKS = 8  # calls of the graph in which places may be bound
@@ -84,12 +84,8 @@ class HeadStart:
             self.steps = []
 
     def _looked_at(self, inputs: Sequence[Any]) -> Any:
-        before, newly_bound.calls = newly_bound.calls, []
-        try:
+        with looking() as calls:
             results = self.compiled(*inputs)
-            calls = newly_bound.calls
-        finally:
-            newly_bound.calls = before
         self.steps = first_steps(calls, inputs)
         return results
 

@@ -94,6 +94,17 @@ def test_what_needs_inputs_alone_is_launched_before_the_graph_is_called(core: Co
     assert len(core.calls) - before == 4 and started.misses == 0
 
 
+def test_places_are_seen_whenever_they_were_bound(core: Core) -> None:
+    """Another graph has made calls of a product's kind, so its place is bound at once, and that of the norm later."""
+    graph = Graph(core)
+    for _ in range(2):
+        graph.product(torch.randn(LENGTH), torch.randn(LENGTH))
+    assert graph.product.bound
+    started = HeadStart(graph, wanted=True)
+    called(started)
+    assert len(started.steps) == 2
+
+
 def test_it_is_not_wanted_or_graphs_write_into_their_inputs(core: Core) -> None:
     for started in (HeadStart(Graph(core), wanted=False), HeadStart(Graph(core, early=False), wanted=True)):
         called(started, head_start.MOST_LOOKS + 2)

@@ -17,7 +17,8 @@ say), one that is captured into a CUDA graph, whose memory is made in other ways
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,7 +244,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A call of operator ``name`` by which its place in generated code was bound. tensors: in the order of paths."""
+    """A call of operator ``name`` at a place in generated code that is bound. tensors: in the order of its paths."""
 
     name: str
     place: Any
@@ -251,13 +252,28 @@ class BoundCall:
     results: Any
 
 
-class _NewlyBound(threading.local):
-    """The calls of this thread by which places were bound, while somebody wants to know (head_start.py)."""
+class _LookedAt(threading.local):
+    """The calls of this thread, while somebody looks (head_start.py)."""
 
     calls: list[BoundCall] | None = None
 
 
-newly_bound = _NewlyBound()
+looked_at = _LookedAt()
+_looking = threading.Lock()
+
+
+@contextmanager
+def looking() -> Iterator[list[BoundCall]]:
+    """In here the calls of this thread at places that may be played early are listed, played by Python or not."""
+    before, looked_at.calls = looked_at.calls, []
+    with _looking:
+        player.lookers["count"] += 1  # places leave every call to Python
+    try:
+        yield looked_at.calls
+    finally:
+        looked_at.calls = before
+        with _looking:
+            player.lookers["count"] -= 1
 
 
 class Site:
@@ -297,9 +313,9 @@ class Site:
         self.tries = self.tries + 1 if self.binding is None else 0
         if self.place is not None:
             player.bind(self.place, self.binding, len(arguments), len(named))
-            if self.early and self.binding is not None and newly_bound.calls is not None:
+            if self.early and self.binding is not None and looked_at.calls is not None:
                 tensors = _tensors(arguments, named, self.binding.paths)
-                newly_bound.calls.append(BoundCall(self.operator.name, self.place, tensors, results))
+                looked_at.calls.append(BoundCall(self.operator.name, self.place, tensors, results))
         return results
 
     @property
