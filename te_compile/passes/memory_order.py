@@ -22,8 +22,13 @@ _PUT_IN_ORDER = {"reshape", "flatten", "contiguous"}
 
 
 def order_shows(node: Node, value: Tensor) -> bool:
-    """Might users of ``node`` differ if its elements lay as those of ``value``, which is of the same shape?"""
-    return may_change(node) or any(_shows_it(user, node, value) for user in node.users)
+    """Might users of ``node`` differ if its elements lay as those of ``value``, which is of the same shape?
+
+    Of sizes that change nothing is asked, for each answer would become a guard.
+    """
+    if not all(isinstance(size, int) for size in value.shape) or may_change(node):
+        return True
+    return any(_shows_it(user, node, value) for user in node.users)
 
 
 def _shows_it(user: Node, node: Node, value: Tensor) -> bool:

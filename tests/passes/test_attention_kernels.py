@@ -118,13 +118,15 @@ READ_AS_IT_LIES: list[Callable[[Tensor], Any]] = [
 ]
 
 
-def copied(reads: Callable[[Tensor], Any]) -> bool:
+def copied(reads: Callable[[Tensor], Any], dynamic: bool = False) -> bool:
     """Is the result of another kernel, which lies as [B, S, H, D], copied for ``reads``, traced with [B, H, S, D]?"""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return reads(causal(q, k, v).contiguous())
 
     inputs = heads(), heads(), heads()
+    for each in inputs if dynamic else ():
+        torch._dynamo.mark_dynamic(each, 0)
     gm, _ = captured(run, *inputs)
     (attention,) = (node for node in gm.graph.nodes if node.target is F.scaled_dot_product_attention)
     (ordered,) = attention.users
@@ -149,6 +151,11 @@ def test_a_result_that_is_put_in_order_anyway_is_not_copied_before(reads: Callab
 @pytest.mark.parametrize("reads", READ_AS_IT_LIES)
 def test_a_result_of_which_views_may_follow_is_copied(reads: Callable[[Tensor], Any]) -> None:
     assert copied(reads)
+
+
+def test_where_sizes_change_it_is_copied_for_each_answer_would_be_a_guard() -> None:
+    assert copied(lambda y: y.transpose(1, 2).flatten(2), dynamic=True)
+    assert not copied(lambda y: y.transpose(1, 2).flatten(2))
 
 
 def test_nothing_is_saved_for_a_backward_that_cannot_come() -> None:
