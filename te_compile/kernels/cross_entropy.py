@@ -263,6 +263,17 @@ def _as_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def _operands(
+    logits: Tensor, targets: Tensor, logsumexps: Tensor, addend: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    """The operands of a backward pass as its kernels read them, and how far apart the addend's rows lie."""
+    logits, targets, logsumexps = _as_rows(logits), targets.contiguous(), logsumexps.contiguous()
+    if addend is None:
+        return logits, targets, logsumexps, None, logits.shape[1]
+    addend = _as_rows(addend)
+    return logits, targets, logsumexps, addend, addend.stride(0)
+
+
 def cross_entropy_forward(
     logits: Tensor, targets: Tensor, ignore_index: int, walk: Walk = FORWARD
 ) -> tuple[Tensor, Tensor]:
@@ -291,11 +302,9 @@ def cross_entropy_backward(
     walk: Walk = BACKWARD,
 ) -> Tensor:
     """dlogits, as te_compile/ops/cross_entropy.py has it, of logits: [N, V], N > 0 and V > 0."""
-    logits, targets, logsumexps = _as_rows(logits), targets.contiguous(), logsumexps.contiguous()
-    addend = None if addend is None else _as_rows(addend)
+    logits, targets, logsumexps, addend, addend_stride = _operands(logits, targets, logsumexps, addend)
     rows, columns = logits.shape
     vector = VECTOR_BYTES // logits.itemsize
-    addend_stride = columns if addend is None else addend.stride(0)
     with on_device_of(logits):
         out = buffers.empty(logits, (rows, columns), logits.dtype)
         launch(
@@ -329,10 +338,8 @@ def cross_entropy_backward_with_sums(
     descent: Descent = SUMMING,
 ) -> tuple[Tensor, Tensor]:
     """dlogits and its sums over rows, as te_compile/ops/cross_entropy.py has them, of logits: [N, V], N > 0, V > 0."""
-    logits, targets, logsumexps = _as_rows(logits), targets.contiguous(), logsumexps.contiguous()
-    addend = None if addend is None else _as_rows(addend)
+    logits, targets, logsumexps, addend, addend_stride = _operands(logits, targets, logsumexps, addend)
     rows, columns = logits.shape
-    addend_stride = columns if addend is None else addend.stride(0)
     unit = gcd(VECTOR_BYTES // logits.itemsize, columns, logits.stride(0), addend_stride)
     height = _height(rows, columns, descent)
     programs = triton.cdiv(columns, descent.columns), triton.cdiv(rows, height)
