@@ -41,8 +41,8 @@ class Choosing:
         """Run the operator."""
         return self.run(*arguments, **named)
 
-    def site(self) -> Callable[..., Any]:
-        """The operator for one place in generated code, where shapes are what they are."""
+    def site(self, early: bool = False) -> Callable[..., Any]:
+        """The operator for one place in generated code, where shapes are what they are. It is never played early."""
         return self.code(*(call.site() for call in self.calls))
 
 

@@ -30,6 +30,7 @@ DIRECT_ON = {"cuda"}
 """The types of device whose operators are called without the dispatcher: where a host's microseconds count."""
 
 _CALLS = "te_calls"  # what generated code calls them by
+_EARLY = "early=True"
 _sites = itertools.count()
 _told: set[OpOverload] = set()
 _NOTE = "operator_str"  # of Inductor's, which writes what a call's arguments are
@@ -74,7 +75,7 @@ class DirectCall(ir.FallbackKernel):
             module.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
             if all(map(_has_constant_shape, self.inputs)) and _are_constant((self.constant_args, self.kwargs)):
                 self.site = f"te_site_{next(_sites)}"
-                module.add_import_once(f"{self.site} = {function}.site()")
+                module.add_import_once(f"{self.site} = {function}.site({_EARLY if _inputs_stay(V.graph) else ''})")
         super().codegen(wrapper)
 
     def _function(self) -> str | None:
@@ -98,6 +99,17 @@ def _is_symbolic(argument: Any) -> bool:
     if isinstance(argument, Basic):
         return bool(argument.free_symbols)
     return isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _inputs_stay(graph: Any) -> bool:
+    """Does a graph that Inductor has scheduled write into none of its inputs, but for the FP8 states at its end?"""
+    known = getattr(graph, "te_inputs_stay", None)
+    if known is None:  # asked for every operator
+        calls = [each for each in graph.operations if isinstance(each, DirectCall)]
+        updates = [each for each in calls if each.op_overload is torch.ops.te.update_scales_.default]
+        states = {name for each in updates for state in each.mutation_outputs for name in state.get_mutation_names()}
+        known = graph.te_inputs_stay = not set(graph.mutated_inputs) - states
+    return known
 
 
 def _is_called_directly(device: torch.device | None) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import state
 from te_compile.flat_parameters import parameter_of
+from te_compile.head_start import HeadStart
 from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY
 from te_compile.ops.weights import QUANTIZE_WEIGHTS
@@ -106,6 +107,7 @@ class Runner:
     ) -> None:
         given = gm.graph.find_nodes(op="placeholder")[signature.added :]
         self.compiled = innermost_fn(compiled)  # Dynamo, which calls this, is off already
+        self.head_start = HeadStart(self.compiled, wanted=not replays_cuda_graphs)
         self.positions = [given.index(weight) for weight in signature.weights] if signature.states else []
         self.some_are_flat = not all(isinstance(value_of(weight), Parameter) for weight in signature.weights)
         self.signature, self.history_length = signature, history_length(recipe)
@@ -122,7 +124,7 @@ class Runner:
         states = self._states(args) if self.positions else []
         if self.signature.slots and (around := checkpoints()) is not None:
             return self._checkpointed(around, states, args)
-        return self.compiled(*states, *self._copies(args, states), *args)
+        return self.head_start(states, lambda: self._copies(args, states), args)
 
     def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         """A call inside of a checkpoint, which runs it once more (recomputation.py)."""

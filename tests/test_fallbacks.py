@@ -87,7 +87,8 @@ def test_generated_code_calls_operators_directly_where_it_is_to(
 
     found, codes = run_and_get_code(lambda: gradients(copy.deepcopy(model), te_fp8, {}))
     called = "\n".join(codes)
-    assert ("te_calls.gemm.site()" in called) == directly and ("torch.ops.te.gemm.default(" in called) != directly
+    assert ("te_calls.gemm.site(early=True)" in called) == directly
+    assert ("torch.ops.te.gemm.default(" in called) != directly
     assert ("'torch.ops.te.gemm.default')" in called) != directly  # what is asked of each result
     expected = gradients(copy.deepcopy(model), te_fp8, {"compiler": "aot_eager"})
     for one, other in zip(found, expected, strict=True):
@@ -169,6 +170,34 @@ def test_calls_in_a_graph_within_the_graph(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(got, model(x), rtol=0.1, atol=0.2)
 
 
+class Writes(nn.Module):
+    """What it is given: an input that is left alone, one that is changed, and a buffer that may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(16))
+
+    def forward(self, x: Tensor, changed: str) -> Tensor:
+        if changed == "buffer":
+            self.calls += 1
+        if changed == "input":
+            x.mul_(2)
+        return self.fc(x) + self.calls
+
+
+@pytest.mark.parametrize("changed", ["", "buffer", "input"])
+def test_places_may_be_played_early_where_a_graph_writes_into_no_input(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But into the FP8 states, which change at its end."""
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    compiled = torch.compile(Writes(), backend="te_fp8")
+    _, codes = run_and_get_code(lambda: compiled(torch.randn(32, 16), changed).sum().backward())
+    forward = next(code for code in codes if "update_scales_" in code and "fc forward" in code)
+    assert ("site(early=True)" in forward) == (not changed) and ("site()" in forward) == bool(changed)
+
+
 def test_an_operator_that_inductor_met_before_is_called_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes do with what it has, and would stay with that."""
     operator = torch.ops.te.gemm.default
@@ -178,7 +207,7 @@ def test_an_operator_that_inductor_met_before_is_called_as_the_others(monkeypatc
     make_fallback(operator, warn=False)
     with torch.no_grad():
         _, codes = run_and_get_code(torch.compile(nn.Linear(16, 32), backend=te_fp8), torch.randn(32, 16))
-    assert "te_calls.gemm.site()" in "\n".join(codes)
+    assert "te_calls.gemm.site(early=True)" in "\n".join(codes)
 
 
 def test_results_count_as_aligned_whatever_their_operands_are() -> None:

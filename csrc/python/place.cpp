@@ -2,7 +2,13 @@
 //
 // What may have changed since a player was bound to it is asked at each call. Where the answer is not what it was, and
 // until there is a player, Python does the call.
+//
+// A place may also be played early, before the code gets to it (head_start.py). Then the call, if it is of tensors at
+// the same addresses and on the same stream, takes the results that there are.
 #include <pybind11/stl.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "player.hpp"
 #include "replay.hpp"
@@ -43,11 +49,20 @@ struct Bound {
   bool pending;
 };
 
+/// What was played before the code got here.
+struct Early {
+  std::vector<uintptr_t> addresses;
+  uintptr_t stream = 0;
+  Ref results;
+};
+
 struct Place {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* unbound;  // (arguments: tuple, named: dict) -> results
   const Questions* questions;
   std::shared_ptr<const Bound>* bound;  // replaced as a whole: another thread may be playing it
+  Early* early;                         // null if there is nothing; taken as a whole
+  bool missed;                          // was something played early that no call took?
 };
 
 enum Answer { kNo = 0, kYes = 1, kError = -1 };
@@ -137,30 +152,73 @@ PyObject* follow(const Path& path, PyObject* const* arguments, size_t positional
   return nullptr;
 }
 
-/// Read the tensors of the call and where they are: kNo if they are not what was bound.
-Answer read(const Questions& questions, const Bound& bound, PyObject* const* arguments, size_t positional,
-            PyObject* keywords, Refs& tensors, uintptr_t* addresses) {
-  const size_t named = keywords == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(keywords));
-  if (positional != bound.positional || named != bound.named) return kNo;
+/// Read one more tensor, and whether its address lies as that of `path` must.
+Answer read(const Questions& questions, const Bound& bound, const Path& path, PyObject* tensor, uintptr_t offset,
+            Refs& tensors, uintptr_t* addresses) {
   auto* const type = reinterpret_cast<PyTypeObject*>(questions.tensor_type.get());
-  for (const Path& path : bound.paths) {
-    PyObject* const tensor = follow(path, arguments, positional, keywords);
-    if (tensor == nullptr || !PyObject_TypeCheck(tensor, type)) return kNo;
-    const size_t at = tensors.size();
-    tensors.add(Ref::to(tensor).release());
-    if (!address_of(tensor, addresses[at])) return kError;
-    if ((addresses[at] & bound.address_bits) != path.alignment) return kNo;
-  }
-  return kYes;
+  if (tensor == nullptr || !PyObject_TypeCheck(tensor, type)) return kNo;
+  const size_t at = tensors.size();
+  tensors.add(Ref::to(tensor).release());
+  if (!address_of(tensor, addresses[at])) return kError;
+  addresses[at] += offset;
+  return (addresses[at] & bound.address_bits) == path.alignment ? kYes : kNo;
 }
 
-/// The results, or null with *unplayed if Python should do it, or null with an error.
-PyObject* play_bound(Place* place, PyObject* const* arguments, size_t positional, PyObject* keywords, bool* unplayed) {
+/// The arguments of a call.
+struct Arguments {
+  PyObject* const* given;
+  size_t positional;
+  PyObject* keywords;
+
+  /// Read the tensors of the call and where they are: kNo if they are not what was bound.
+  Answer read(const Questions& questions, const Bound& bound, Refs& tensors, uintptr_t* addresses) const {
+    const size_t named = keywords == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(keywords));
+    if (positional != bound.positional || named != bound.named) return kNo;
+    for (const Path& path : bound.paths) {
+      PyObject* const tensor = follow(path, given, positional, keywords);
+      const Answer answer = python::read(questions, bound, path, tensor, 0, tensors, addresses);
+      if (answer != kYes) return answer;
+    }
+    return kYes;
+  }
+};
+
+/// A call that the code has yet to make: tensors in the order of the paths, and how many bytes into each its own lies.
+struct Announced {
+  PyObject *listed, *offsets;  // lists
+
+  Answer read(const Questions& questions, const Bound& bound, Refs& tensors, uintptr_t* addresses) const {
+    const size_t count = bound.paths.size();
+    if (PyList_GET_SIZE(listed) != static_cast<Py_ssize_t>(count) || PyList_GET_SIZE(offsets) != PyList_GET_SIZE(listed)) {
+      return kNo;
+    }
+    for (size_t at = 0; at < count; ++at) {
+      const auto place = static_cast<Py_ssize_t>(at);
+      const long long offset = PyLong_AsLongLong(PyList_GET_ITEM(offsets, place));
+      if (offset == -1 && PyErr_Occurred() != nullptr) return kError;
+      const Answer answer = python::read(questions, bound, bound.paths[at], PyList_GET_ITEM(listed, place),
+                                         static_cast<uintptr_t>(offset), tensors, addresses);
+      if (answer != kYes) return answer;
+    }
+    return kYes;
+  }
+};
+
+/// The current stream of the device.
+bool stream_of(const Questions& questions, const Bound& bound, uintptr_t& stream) {
+  const Ref number(PyObject_CallOneArg(questions.stream_of.get(), bound.device.get()));
+  if (!number) return false;
+  stream = PyLong_AsUnsignedLongLong(number.get());
+  return PyErr_Occurred() == nullptr;
+}
+
+/// The results, or null with *unplayed if Python should do it, or null with an error. early: what was read goes there.
+template <typename Call>
+PyObject* play_bound(Place* place, const Call& call, bool* unplayed, Early* early = nullptr) {
   const Questions& questions = *place->questions;
   const std::shared_ptr<const Bound> alive = *place->bound;
   const Bound& bound = *alive;
   auto* const player = reinterpret_cast<Player*>(bound.player.get());
-  PyObject* const device = bound.device.get();
   const auto settle = [&](Answer answer) {
     *unplayed = answer == kNo;
     return answer == kYes;
@@ -171,16 +229,40 @@ PyObject* play_bound(Place* place, PyObject* const* arguments, size_t positional
   const size_t count = player->work->tensors();
   Refs tensors(count);
   Elements<uintptr_t, 33> addresses(count + 1);
-  if (!settle(read(questions, bound, arguments, positional, keywords, tensors, addresses.data()))) return nullptr;
+  if (!settle(call.read(questions, bound, tensors, addresses.data()))) return nullptr;
   if (!settle(equals(questions.device_of.get(), tensors[0], bound.device_number))) return nullptr;
   if (!settle(equals(questions.current_device.get(), nullptr, bound.device_number))) return nullptr;
   const Answer capturing = truth_of_call(questions.is_capturing.get());
   if (capturing != kNo) return settle(capturing == kYes ? kNo : kError), nullptr;
-  const Ref number(PyObject_CallOneArg(questions.stream_of.get(), device));
-  if (!number) return nullptr;
-  const uintptr_t stream = PyLong_AsUnsignedLongLong(number.get());
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  return play(player, tensors, addresses.data(), device, stream);
+  uintptr_t stream = 0;
+  if (!stream_of(questions, bound, stream)) return nullptr;
+  if (early != nullptr) {
+    early->addresses.assign(addresses.data(), addresses.data() + bound.paths.size());
+    early->stream = stream;
+  }
+  return play(player, tensors, addresses.data(), bound.device.get(), stream);
+}
+
+/// What was played early, if it was this call: kNo if it was another, which is then nobody's.
+Answer was_played(Place* place, const Early& early, const Arguments& call) {
+  const std::shared_ptr<const Bound> bound = *place->bound;
+  if (!bound || bound->paths.size() != early.addresses.size()) return kNo;
+  Refs tensors(early.addresses.size());
+  Elements<uintptr_t, 33> addresses(early.addresses.size());
+  const Answer answer = call.read(*place->questions, *bound, tensors, addresses.data());
+  if (answer != kYes) return answer;
+  if (!std::equal(early.addresses.begin(), early.addresses.end(), addresses.data())) return kNo;
+  uintptr_t stream = 0;
+  if (!stream_of(*place->questions, *bound, stream)) return kError;
+  return stream == early.stream ? kYes : kNo;
+}
+
+/// Takes what was played early: the results if it was this call, else null without an error.
+PyObject* take_early(Place* place, const Arguments& call) {
+  const std::unique_ptr<Early> early(std::exchange(place->early, nullptr));
+  const Answer answer = was_played(place, *early, call);
+  if (answer == kNo) place->missed = true;
+  return answer == kYes ? early->results.release() : nullptr;
 }
 
 PyObject* call_unbound(Place* place, PyObject* const* arguments, size_t positional, PyObject* keywords) {
@@ -202,16 +284,50 @@ PyObject* call_unbound(Place* place, PyObject* const* arguments, size_t position
 PyObject* call_place(PyObject* self, PyObject* const* arguments, size_t flags, PyObject* keywords) {
   auto* const place = reinterpret_cast<Place*>(self);
   const auto positional = static_cast<size_t>(PyVectorcall_NARGS(flags));
+  const Arguments call{arguments, positional, keywords};
   try {
+    if (place->early != nullptr) {
+      PyObject* const results = take_early(place, call);
+      if (results != nullptr || PyErr_Occurred() != nullptr) return results;
+    }
     if (*place->bound) {
       bool unplayed = false;
-      PyObject* const results = play_bound(place, arguments, positional, keywords, &unplayed);
+      PyObject* const results = play_bound(place, call, &unplayed);
       if (!unplayed) return results;
     }
     return call_unbound(place, arguments, positional, keywords);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
+}
+
+/// (tensors, offsets) -> results, which the next call takes if it is this one; None if it cannot be played now.
+PyObject* play_early(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  auto* const place = reinterpret_cast<Place*>(self);
+  if (count != 2 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1])) {
+    return PyErr_Format(PyExc_TypeError, "early takes (tensors: list, offsets: list)");
+  }
+  try {
+    if (!*place->bound) Py_RETURN_NONE;
+    auto early = std::make_unique<Early>();
+    bool unplayed = false;
+    Ref results(play_bound(place, Announced{arguments[0], arguments[1]}, &unplayed, early.get()));
+    if (unplayed) Py_RETURN_NONE;
+    if (!results) return nullptr;
+    early->results = Ref::to(results.get());
+    const std::unique_ptr<Early> before(std::exchange(place->early, early.release()));
+    place->missed = place->missed || before != nullptr;
+    return results.release();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+/// Drops what was played early. Was anything, since this was last asked, that no call took?
+PyObject* forget_early(PyObject* self, PyObject*) {
+  auto* const place = reinterpret_cast<Place*>(self);
+  const std::unique_ptr<Early> unused(std::exchange(place->early, nullptr));
+  return PyBool_FromLong(std::exchange(place->missed, false) || unused != nullptr);
 }
 
 int visit_questions(const Questions& asked, visitproc visit, void* arg) {
@@ -232,6 +348,7 @@ int traverse_place(PyObject* self, visitproc visit, void* arg) {
     if (const int found = visit_questions(*place->questions, visit, arg)) return found;
   }
   if (*place->bound) Py_VISIT((*place->bound)->player.get());
+  if (place->early != nullptr) Py_VISIT(place->early->results.get());
   return 0;
 }
 
@@ -242,6 +359,7 @@ void rebind(Place* place, std::shared_ptr<const Bound> bound) {
 int clear_place(PyObject* self) {
   auto* const place = reinterpret_cast<Place*>(self);
   rebind(place, nullptr);
+  const std::unique_ptr<Early> early(std::exchange(place->early, nullptr));
   const Questions* const questions = place->questions;
   place->questions = nullptr;
   delete questions;
@@ -335,14 +453,19 @@ PyGetSetDef place_properties[] = {
     {"bound", &is_bound, nullptr, "Is there something to play?", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
-PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
+PyMethodDef place_methods[] = {
+    {"early", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&play_early)), METH_FASTCALL,
+     "(tensors, offsets) -> results, or None if it cannot be played now; see head_start.py"},
+    {"forget", &forget_early, METH_NOARGS, "Drop what was played early; was anything that no call took?"},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 }  // namespace
 
 void add_places(py::module_& module) {
   calls_name = PyUnicode_InternFromString("calls");
   place_type = make_type<Place>("te_compile._native.Place", "An operator at one place in generated code.",
-                                &traverse_place, &clear_place, &destroy_place, no_methods, place_properties);
+                                &traverse_place, &clear_place, &destroy_place, place_methods, place_properties);
   module.attr("Place") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(place_type));
   module.def("place", &make_place, "(unbound, questions) -> Place; see kernels/player.py");
   module.def("bind", &bind_place,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("te_compile")
 _by_python = {"wanted": False}
+lookers = {"count": 0}  # who wants to see all calls of places: see replay.looking
 _STREAM, _FIRST = 3, 9  # of a launcher's arguments, after the programs; the first one that is the kernel's own
 
 
@@ -133,7 +134,7 @@ def questions() -> dict[str, Any]:
         "current_device": torch._C._cuda_getDevice,
         "is_capturing": torch._C._cuda_isCurrentStreamCapturing,
         "stream_of": torch._C._cuda_getCurrentRawStream,
-        "flags": [(buffers._lending, "stopped"), (vars(buffers), "_lent")],
+        "flags": [(buffers._lending, "stopped"), (vars(buffers), "_lent"), (lookers, "count")],
         "closed": [torch._C._get_deterministic_algorithms],
         "pending": (vars(calibration), "_waiting"),
         "runtime": (vars(triton.knobs), "runtime"),

@@ -16,7 +16,9 @@ say), one that is captured into a CUDA graph, whose memory is made in other ways
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +164,9 @@ class Replayed:
         with torch.profiler.record_function(f"te::{self.name}"):
             return self._run(arguments, named)
 
-    def site(self) -> Callable[..., Any]:
-        """The operator for one place in generated code, where shapes are what they are."""
-        site = Site(self)
+    def site(self, early: bool = False) -> Callable[..., Any]:
+        """The operator for one place in generated code, where shapes are what they are. early: see :class:`Site`."""
+        site = Site(self, early)
         return site if site.place is None else site.place
 
     def _run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -240,14 +242,49 @@ class Binding:
     pending: bool
 
 
+@dataclass(frozen=True)
+class BoundCall:
+    """A call of operator ``name`` at a place in generated code that is bound. tensors: in the order of its paths."""
+
+    name: str
+    place: Any
+    tensors: list[Tensor]
+    results: Any
+
+
+class _LookedAt(threading.local):
+    """The calls of this thread, while somebody looks (head_start.py)."""
+
+    calls: list[BoundCall] | None = None
+
+
+looked_at = _LookedAt()
+_looking = threading.Lock()
+
+
+@contextmanager
+def looking() -> Iterator[list[BoundCall]]:
+    """In here the calls of this thread at places that may be played early are listed, played by Python or not."""
+    before, looked_at.calls = looked_at.calls, []
+    with _looking:
+        player.lookers["count"] += 1  # places leave every call to Python
+    try:
+        yield looked_at.calls
+    finally:
+        looked_at.calls = before
+        with _looking:
+            player.lookers["count"] -= 1
+
+
 class Site:
     """An operator at one place in generated code whose shapes are constants, so that nobody asks for them again.
 
-    ``place``: what the code calls instead if the C++ core does the replaying.
+    ``place``: what the code calls instead if the C++ core does the replaying. ``early``: nothing that the code does
+    before it gets here changes what the graph was given, so the place shows itself to who may play it early.
     """
 
-    def __init__(self, operator: Replayed) -> None:
-        self.operator = operator
+    def __init__(self, operator: Replayed, early: bool = False) -> None:
+        self.operator, self.early = operator, early
         self.binding: Binding | None = None
         self.tries = 0  # in a row, without one
         self.place = player.place(self._unbound)
@@ -257,10 +294,7 @@ class Site:
         binding = self.binding
         if binding is None or _profiler_enabled():
             return self._unbound(arguments, named)
-        tensors = []
-        for at, within in binding.paths:
-            argument = arguments[at] if isinstance(at, int) else named[at]
-            tensors.append(argument if within is None else argument[within])
+        tensors = _tensors(arguments, named, binding.paths)
         addresses = [tensor.data_ptr() for tensor in tensors]
         bits, device = binding.address_bits, binding.device
         if (
@@ -279,12 +313,26 @@ class Site:
         self.tries = self.tries + 1 if self.binding is None else 0
         if self.place is not None:
             player.bind(self.place, self.binding, len(arguments), len(named))
+            if self.early and self.binding is not None and looked_at.calls is not None:
+                tensors = _tensors(arguments, named, self.binding.paths)
+                looked_at.calls.append(BoundCall(self.operator.name, self.place, tensors, results))
         return results
 
     @property
     def bound(self) -> bool:
         """Is there something to play?"""
         return self.binding is not None
+
+
+def _tensors(
+    arguments: tuple[Any, ...], named: dict[str, Any], paths: Iterable[tuple[int | str, int | None]]
+) -> list[Tensor]:
+    """The tensors of a call that these paths lead to."""
+    tensors = []
+    for at, within in paths:
+        argument = arguments[at] if isinstance(at, int) else named[at]
+        tensors.append(argument if within is None else argument[within])
+    return tensors
 
 
 def _paths(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int | str, int | None], ...]:

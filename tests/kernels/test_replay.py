@@ -30,7 +30,7 @@ ON_NO_GPU = {
     "current_device": lambda: 0,
     "is_capturing": lambda: False,
     "stream_of": lambda device: STREAM_NUMBER + device,
-    "flags": [(vars(buffers), "_lent")],
+    "flags": [(vars(buffers), "_lent"), (player.lookers, "count")],
     "closed": [torch._C._get_deterministic_algorithms],
     "pending": (vars(calibration), "_waiting"),
     "hooks": ["launch_enter_hook", "launch_exit_hook"],
