@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from te_compile.ops.weights import QUANTIZE_WEIGHTS
 from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.lower import Signature
+from te_compile.passes.memory import autograd_is_compiled
 from te_compile.recipe import DelayedScaling, Recipe
 from te_compile.recomputation import Checkpoints, FirstPass, checkpoints
 from te_compile.weight_cache import CopiesOfGroup
@@ -62,11 +64,20 @@ def new_token(slots: int, device: torch.device) -> Tensor:
 def _token_of_one_call(token: Tensor) -> Tensor:
     """One for a call whose scales may be missing, to its backward too: it lives as long as that may come.
 
-    In the same memory, because CUDA graphs know it by its address.
+    In the same memory, because CUDA graphs know it by its address. A loop may hold on to its loss, which keeps the
+    token alive, so a backward that has run and let its graph go says so itself; compiled autograd would trace that.
     """
     own = token.detach().requires_grad_()
-    calibration.expect_while_alive(own)
+    moment = calibration.expect_while_alive(own)
+    if not autograd_is_compiled():
+        own.register_hook(partial(_backward_has_run, moment))
     return own
+
+
+@torch._dynamo.disable
+def _backward_has_run(moment: int, _gradient: Tensor) -> None:
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        calibration.settle(moment)
 
 
 def _example_copies(group: WeightGroup) -> list[Tensor]:
@@ -161,7 +172,8 @@ class Runner:
                 self.found[by[1][0]] = by, states
         state.keep_if_captured(states)
         states = states.copy()
-        if self.signature.training and calibration.pending():
+        # Not for what other calls have left, or calls that keep each other waiting would never have done.
+        if self.signature.training and calibration.pending() and calibration.awaits_states():
             states[-1] = _token_of_one_call(states[-1])
         return states
 

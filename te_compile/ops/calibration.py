@@ -22,7 +22,7 @@ _moments = itertools.count(-1, -1)  # names of what is no state's
 
 
 def expect(state: int) -> None:
-    """A state, named by any unique number, has no scale yet."""
+    """A state, named by any unique number from 0 on, has no scale yet."""
     _waiting.add(state)
 
 
@@ -36,11 +36,18 @@ def pending() -> bool:
     return bool(_waiting)
 
 
-def expect_while_alive(anchor: object) -> None:
-    """A scale may be zero as long as ``anchor`` is there, whatever the states have by then."""
+def awaits_states() -> bool:
+    """Does a state still lack its scale? Else what is pending is what forwards that ran before have left behind."""
+    return any(name >= 0 for name in _waiting)
+
+
+def expect_while_alive(anchor: object) -> int:
+    """A scale may be zero as long as ``anchor`` is there, whatever the states have by then, or until what is returned
+    is settled."""
     moment = next(_moments)
     expect(moment)
     weakref.finalize(anchor, settle, moment).atexit = False
+    return moment
 
 
 def must_measure(scale: Tensor | None) -> bool:

@@ -145,6 +145,46 @@ def test_kernels_are_ready_for_missing_scales_until_every_backward_of_the_first_
     assert not calibration.pending()
 
 
+@pytest.mark.usefixtures("nothing_waits")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_loop_that_holds_on_to_its_loss_keeps_no_kernel_waiting_for_scales(recomputed: bool) -> None:
+    """Each loss lives until the next forward has run."""
+    model = Chain()
+    fast = compiled(model)
+    waiting: list[bool] = []
+    for _ in range(5):
+        x = torch.randn(16, 32)
+        y = checkpoint(fast, x, use_reentrant=False) if recomputed else fast(x)
+        loss = y.square().mean()
+        loss.backward()
+        poll_often()
+        waiting.append(calibration.pending())
+    assert waiting == [False] * 5
+
+
+@pytest.mark.usefixtures("nothing_waits")
+def test_a_graph_that_is_kept_may_be_differentiated_again_by_scales_that_were_missing() -> None:
+    fast = compiled(Chain())
+    loss = fast(torch.randn(16, 32)).square().mean()
+    loss.backward(retain_graph=True)
+    poll_often()
+    assert calibration.pending()
+    loss.backward()
+    assert not calibration.pending()
+
+
+@pytest.mark.usefixtures("nothing_waits")
+def test_calls_whose_scales_are_known_leave_nothing_behind_while_earlier_ones_may_still_be_differentiated() -> None:
+    fast = compiled(Chain())
+    first = fast(torch.randn(16, 32)).square().mean()
+    fast(torch.randn(16, 32)).square().mean().backward()
+    poll_often()
+    later = fast(torch.randn(16, 32)).square().mean()
+    assert calibration.pending() and later.grad_fn is not None
+    del first
+    assert not calibration.pending()
+
+
 def test_gradients_accumulate_over_micro_batches() -> None:
     model = Mlp()
     fast = compiled(model, recipe="current")
