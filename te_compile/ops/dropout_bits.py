@@ -29,8 +29,8 @@ PLACES = 16  # binary places of a probability
 ROUNDS = 7
 COLUMNS = 64  # keys of two words
 _CLOSE = 1 / 512  # how far a probability may be rounded, of itself
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
 
@@ -69,11 +69,11 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     keys = [seed & _WORD, (seed >> 32) & _WORD]
     first, second, third, fourth = counter
     for _ in range(ROUNDS):
-        high, low = _product(first, _MULTIPLIERS[0])
-        other_high, other_low = _product(third, _MULTIPLIERS[1])
+        high, low = _product(first, MULTIPLIERS[0])
+        other_high, other_low = _product(third, MULTIPLIERS[1])
         first, second = other_high ^ second ^ keys[0], other_low
         third, fourth = high ^ fourth ^ keys[1], low
-        keys = [(key + weyl) & _WORD for key, weyl in zip(keys, _WEYL, strict=True)]
+        keys = [(key + weyl) & _WORD for key, weyl in zip(keys, WEYL, strict=True)]
     return [first, second, third, fourth]
 
 
