@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from te_compile import backend, weight_cache
-from te_compile.kernels import buffers
 from te_compile.kernels.weight_refresh import TritonRefresher
 from te_compile.ops.quantize import padded
 from te_compile.ops.weight_refresh import Layout, fingerprint_reference
@@ -142,7 +141,6 @@ def test_micro_batches_share_one_launch(launches: list[int]) -> None:
 def test_copies_that_each_step_makes_anew_are_replayed_and_the_same(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "_lending", {"stopped": False})  # by what another test has compiled for CUDA graphs
     made: list[tuple[Outputs, Outputs]] = []
     records: list[weight_cache._Record] = []
     original = weight_cache.CopiesOfGroup._quantized
