@@ -70,6 +70,7 @@ class HeadStart:
                 self._start(steps, [states, args], made)
                 copies = copies_of_now()
                 self._start(steps, [states, args, copies], made)
+                made.clear()  # the graph frees them when it is done with them
                 return self.compiled(*states, *copies, *args)
             finally:
                 self._end(steps)

@@ -112,6 +112,22 @@ def test_what_needs_no_copies_of_weights_is_launched_before_these_are_looked_aft
     assert len(core.calls) - before == 4 and started.misses == 0 and len(launched) == 6
 
 
+def test_what_was_made_early_is_gone_once_the_graph_is_done_with_it(core: Core) -> None:
+    graph = Graph(core)
+    gone: list[bool] = []
+
+    def code(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        normed, other = graph.norm(x[1 : LENGTH + 1], y, 3.0)
+        product, reference = graph.product(normed, w), weakref.ref(normed)
+        del normed, other
+        gone.append(reference() is None)
+        return graph.last(product * 1, w)
+
+    started = HeadStart(code, wanted=True)
+    called(started, head_start.MOST_LOOKS + 2)
+    assert started.steps and gone[-2:] == [True, True]
+
+
 def test_places_are_seen_whenever_they_were_bound(core: Core) -> None:
     """Another graph has made calls of a product's kind, so its place is bound at once, and that of the norm later."""
     graph = Graph(core)
