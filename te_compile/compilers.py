@@ -30,7 +30,7 @@ from te_compile.fallbacks import short_texts, tell_inductor
 from te_compile.kernels import ahead, buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
-from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, TO_SAVE_MEMORY, GraphPass
+from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS, TO_SAVE_MEMORY, GraphPass
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.memory import autograd_is_compiled
@@ -153,6 +153,12 @@ def joint_passes(options: Options) -> tuple[GraphPass, ...]:
     return tuple(each for each in JOINT_PASSES if each not in left_out)
 
 
+def direction_passes(options: Options) -> tuple[GraphPass, ...]:
+    """The passes for the graph of each direction, under these options."""
+    left_out = NOT_IN_CUDA_GRAPHS if captures_cuda_graphs(options) else ()
+    return tuple(each for each in DIRECTION_PASSES if each not in left_out)
+
+
 def _asks_nobody(options: Options) -> bool:
     """Is there no Python in the backward pass to ask if there is a gradient to add to?
 
@@ -177,8 +183,7 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
         buffers.stop_keeping_workspaces()
     if captures_cuda_graphs(options):
         buffers.stop_lending()
-    else:  # a replayed graph launches the copy of all scales with the rest, and nobody waits for the host
-        patches[_DIRECTION] = Passes(DIRECTION_PASSES, compilation, _taken(patches, _DIRECTION))
+    patches[_DIRECTION] = Passes(direction_passes(options), compilation, _taken(patches, _DIRECTION))
     tell_inductor()
     with short_texts():
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)

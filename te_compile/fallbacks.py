@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from te_compile.ops.library import NAMESPACE, asking, optional
+from te_compile.ops.once import ONCE
 
 DIRECT_ON = {"cuda"}
 """The types of device whose operators are called without the dispatcher: where a host's microseconds count."""
@@ -52,7 +53,8 @@ def tell_inductor() -> None:
         if operator not in _told:
             if operator not in lowering.lowerings:
                 lowering.make_fallback(operator, warn=False)
-            lowering.register_lowering(operator, type_promotion_kind=None)(partial(_called, operator))
+            how = _in_memory if operator is ONCE else partial(_called, operator)
+            lowering.register_lowering(operator, type_promotion_kind=None)(how)
             _told.add(operator)
 
 
@@ -115,6 +117,12 @@ def _inputs_stay(graph: Any) -> bool:
 def _is_called_directly(device: torch.device | None) -> bool:
     """Does the host's time for each call count? Not where it is C++ that calls."""
     return device is not None and device.type in DIRECT_ON and not V.graph.cpp_wrapper
+
+
+def _in_memory(x: Any) -> Any:
+    """``te::once``: a buffer of what is computed, which readers load from."""
+    x.realize()
+    return x
 
 
 def _called(operator: OpOverload, *arguments: Any, **named: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.fx import Graph
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
+from te_compile.passes.compute_once import compute_once
 from te_compile.passes.delay_weight_gradients import delay_weight_gradients
 from te_compile.passes.direct_amaxes import direct_amaxes
 from te_compile.passes.drop_noop_casts import drop_noop_casts
@@ -81,5 +82,9 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
 TO_SAVE_MEMORY: tuple[GraphPass, ...] = (remake_transposed, transpose_late, delay_weight_gradients)
 """Those of them that run with ``save_memory=True`` alone."""
 
-DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place,)
+DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once)
 """On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone."""
+
+NOT_IN_CUDA_GRAPHS: tuple[GraphPass, ...] = (read_scales_in_place,)
+"""Those of them that save the host's time: a replayed graph launches the copy of all scales with the rest, and nobody
+waits for the host."""
