@@ -154,6 +154,38 @@ def _device_limits(index: int) -> tuple[int, int]:
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
+def walks_for(
+    dy: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    wants_dx: bool,
+    sums: int,
+    walk: Walk | None = None,
+    sums_walk: Walk | None = None,
+) -> tuple[Walk, Walk]:
+    """How whole rows are walked over, and how ``sums`` rows of sums are found: the same walk for one launch of both.
+    What is given stays."""
+    width, itemsize = triton.next_power_of_2(x.shape[1]), max(dy.itemsize, x.itemsize)
+    _, shared_memory = _device_limits(x.device.index or 0)
+    walk = walk or walk_for(width, itemsize, 2 if residual is None or not wants_dx else 3, shared_memory)
+    if wants_dx and sums_walk is None and sums * width <= LONGEST_SUMS:
+        return walk, walk
+    return walk, sums_walk or walk_for(min(width, SHORT_STEP), itemsize, 2, shared_memory)
+
+
+def programs_of(walk: Walk, x: Tensor) -> tuple[int, int]:
+    """How many programs walk over the rows of x, and how many beside each other over its columns."""
+    rows, columns = x.shape
+    across = triton.cdiv(columns, walk.columns)
+    most = max(1, walk.programs * _device_limits(x.device.index or 0)[0] // across)
+    return min(triton.cdiv(rows, walk.rows), most), across
+
+
+def partial_rows(dy: Tensor, x: Tensor, residual: Tensor | None, wants_dx: bool, sums: int) -> int:
+    """How many partial rows :func:`norm_backward` leaves of each of so many sums."""
+    return programs_of(walks_for(dy, x, residual, wants_dx, sums)[1], x)[0]
+
+
 def _as_rows(matrix: Tensor) -> Tensor:
     """``matrix``, or a copy if its rows do not lie element by element."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
@@ -172,11 +204,13 @@ def norm_backward(
     bias_dtype: torch.dtype | None,
     walk: Walk | None = None,
     sums_walk: Walk | None = None,
+    partial_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and db, as te_compile/ops/norm_backward.py has them, of x: [M, K] with M > 0.
 
     ``walk``: how whole rows are walked over, for dx. ``sums_walk``: how dw and db are found, in a launch of their own;
     None for the same launch, or for what fits. Where dx is wanted, a row may have up to LONGEST_ROW bytes.
+    ``partial_sums``: dw and db as programs leave them, fp32 [P, K].
     """
     rows, columns = x.shape
     dy, x = _as_rows(dy), _as_rows(x)
@@ -184,22 +218,13 @@ def norm_backward(
     weight = None if weight is None else weight.contiguous()
     dtypes = [weight.dtype] if wants_dw and weight is not None else []
     dtypes += [] if bias_dtype is None else [bias_dtype]
-    width, itemsize = triton.next_power_of_2(columns), max(dy.itemsize, x.itemsize)
-    processors, shared_memory = _device_limits(x.device.index or 0)
-    walk = walk or walk_for(width, itemsize, 2 if residual is None else 3, shared_memory)
-    apart = not wants_dx or sums_walk is not None or len(dtypes) * width > LONGEST_SUMS
-    if apart:
-        sums_walk = sums_walk or walk_for(min(width, SHORT_STEP), itemsize, 2, shared_memory)
+    walk, summing = walks_for(dy, x, residual, wants_dx, len(dtypes), walk, sums_walk)
+    apart = summing is not walk
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
-
-    def programs_of(walk: Walk) -> tuple[int, int]:
-        across = triton.cdiv(columns, walk.columns)
-        most = max(1, walk.programs * processors // across)
-        return min(triton.cdiv(rows, walk.rows), most), across
 
     def run(walk: Walk, dx: Tensor | None, partials: list[Tensor]) -> None:
         launch(
-            _norm_backward_kernel, programs_of(walk),
+            _norm_backward_kernel, programs_of(walk, x),
             dy, x, weight, mean, rstd, None if dx is None else residual, dx,
             partials[0] if partials and wants_dw else None,
             partials[-1] if partials and bias_dtype is not None else None,
@@ -210,15 +235,14 @@ def norm_backward(
             ROWS=walk.rows, COLUMNS=walk.columns, STAGES=walk.stages, num_warps=walk.warps,
         )  # fmt: skip
 
-    summing = sums_walk if apart and sums_walk is not None else walk
     with on_device_of(x):
         dx = buffers.empty(x, (rows, columns) if wants_dx else (0,), x.dtype)
-        partials = [buffers.empty(x, (programs_of(summing)[0], columns), torch.float32) for _ in dtypes]
+        partials = [buffers.empty(x, (programs_of(summing, x)[0], columns), torch.float32) for _ in dtypes]
         if wants_dx:
             run(walk, dx, [] if apart else partials)
         if apart and partials:
             run(summing, None, partials)
-        sums = added_up(partials, dtypes) if partials else []
+        sums = partials if partial_sums or not partials else added_up(partials, dtypes)
         dw = sums[0] if wants_dw else buffers.empty(x, (0,), x.dtype)
         db = buffers.empty(x, (0,), x.dtype) if bias_dtype is None else sums[-1]
     return dx, dw, db

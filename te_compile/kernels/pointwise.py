@@ -32,6 +32,7 @@ from te_compile.kernels.pointwise_parts import common_width, folding, with_parts
 from te_compile.kernels.pointwise_pieces import piece_arguments
 from te_compile.kernels.pointwise_source import kernels
 from te_compile.kernels.quantize import Tile, rule_constants
+from te_compile.ops.partial_sums import ROWS
 from te_compile.ops.pieces import period_of, tensors_of
 from te_compile.ops.pointwise import Place, Spec, extent, grouped
 from te_compile.ops.quantize import padded
@@ -124,12 +125,13 @@ def fused_quantize(
     rule: ScaleRule,
     measure: bool,
     tile: Tile | None = None,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     """[q, qᵀ, amax, 1 / scale, emitted …, sums …] of ``spec``. ``measure``: the scale may be absent or 0.
 
     inputs: on one device, shaped and typed as the spec declares them, any strides.
     """
-    return _produced(inputs, [scale], spec, dtype, [(rowwise, columnwise)], rule, measure, tile)
+    return _produced(inputs, [scale], spec, dtype, [(rowwise, columnwise)], rule, measure, tile, partial_sums)
 
 
 def fused_quantize_pair(
@@ -156,12 +158,15 @@ def _produced(
     rule: ScaleRule,
     measure: bool,
     tile: Tile | None,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     rows, columns = extent(spec, inputs)
     if not is_within_reach(rows, columns):
         raise ValueError(f"a producer's matrix is {rows} x {columns}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
     inputs = list(map(_near, inputs))
     tile = tile or tile_for(spec)
+    if partial_sums:
+        tile = dataclasses.replace(tile, rows=ROWS)
     common = common_width(spec, inputs)
     if 0 < common < NARROWEST:
         spec, inputs = with_parts_joined(spec, inputs)
@@ -197,5 +202,7 @@ def _produced(
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, **flags, **shape,
         )  # fmt: skip
+        if partial_sums:
+            return [*itertools.chain(*quantized), *emitted, *partials]
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
     return [*itertools.chain(*quantized), *emitted, *sums]

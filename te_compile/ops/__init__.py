@@ -3,6 +3,7 @@
 from te_compile.ops import (
     attention,
     attention_backward,
+    column_sums,
     cross_entropy,
     cublaslt_implementation,
     dropout_attention,
@@ -32,6 +33,7 @@ from te_compile.ops import (
 __all__ = [
     "attention",
     "attention_backward",
+    "column_sums",
     "cross_entropy",
     "cublaslt_implementation",
     "dropout_attention",

@@ -9,6 +9,7 @@ residual sum or the backward of one of these.
 
 Returns a flat list, because Inductor and the partitioner handle one level of nesting well:
 [q, qt, amax, scale_inv, emitted …, sums …], where q, qt, amax and scale_inv mean what they mean in ``te::quantize``.
+With ``partial_sums`` the sums are fp32 rows that have yet to be added up (te_compile.ops.partial_sums).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from te_compile.ops import calibration, registry
 from te_compile.ops.library import define
+from te_compile.ops.partial_sums import partial_rows
 from te_compile.ops.pointwise import Spec, evaluate, extent
 from te_compile.ops.quantize import padded, quantize_reference
 from te_compile.ops.reach import check_reach, is_within_reach
@@ -38,9 +40,10 @@ def fused_quantize_reference(
     rowwise: bool,
     columnwise: bool,
     rule: ScaleRule,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     """See the module. inputs: as ``spec`` declares them, any strides. What was not asked for has shape [0]."""
-    z, emitted, sums = evaluate(spec, inputs)
+    z, emitted, sums = evaluate(spec, inputs, partial_sums)
     return [*quantize_reference(z, scale, dtype, rowwise, columnwise, rule), *emitted, *sums]
 
 
@@ -76,14 +79,15 @@ def fused_quantize_triton(
     rowwise: bool,
     columnwise: bool,
     rule: ScaleRule,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     """A kernel generated from the spec."""
     from te_compile.kernels import pointwise
 
+    given = (inputs, scale, spec, dtype, rowwise, columnwise, rule)
     if has_no_kernel(spec, inputs):
-        return fused_quantize_reference(inputs, scale, spec, dtype, rowwise, columnwise, rule)
-    measure = calibration.must_measure(scale)
-    return pointwise.fused_quantize(inputs, scale, spec, dtype, rowwise, columnwise, rule, measure)
+        return fused_quantize_reference(*given, partial_sums)
+    return pointwise.fused_quantize(*given, calibration.must_measure(scale), partial_sums=partial_sums)
 
 
 def _fused_quantize(
@@ -95,9 +99,10 @@ def _fused_quantize(
     columnwise: bool,
     rule: str,
     implementation: str = registry.REFERENCE,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     function = registry.function_of("fused_quantize", implementation)
-    return function(inputs, scale, Spec.parse(spec), dtype, rowwise, columnwise, ScaleRule.parse(rule))
+    return function(inputs, scale, Spec.parse(spec), dtype, rowwise, columnwise, ScaleRule.parse(rule), partial_sums)
 
 
 def _fused_quantize_fake(
@@ -109,6 +114,7 @@ def _fused_quantize_fake(
     columnwise: bool,
     rule: str,
     implementation: str = registry.REFERENCE,
+    partial_sums: bool = False,
 ) -> list[Tensor]:
     parsed = Spec.parse(spec)
     rows, columns = extent(parsed, inputs)
@@ -119,13 +125,18 @@ def _fused_quantize_fake(
         x.new_empty((), dtype=torch.float32),
         x.new_empty((), dtype=torch.float32),
         *(x.new_empty((rows, columns), dtype=result.dtype) for result in parsed.emitted),
-        *(x.new_empty((columns,), dtype=result.dtype) for result in parsed.sums),
+        *(
+            x.new_empty((partial_rows(rows), columns), dtype=torch.float32)
+            if partial_sums
+            else x.new_empty((columns,), dtype=result.dtype)
+            for result in parsed.sums
+        ),
     ]
 
 
 FUSED_QUANTIZE = define(
     "fused_quantize(Tensor[] inputs, Tensor? scale, str spec, ScalarType dtype, bool rowwise, bool columnwise, "
-    'str rule, str implementation="reference") -> Tensor[]',
+    'str rule, str implementation="reference", bool partial_sums=False) -> Tensor[]',
     _fused_quantize,
     _fused_quantize_fake,
 )

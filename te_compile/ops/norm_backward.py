@@ -43,10 +43,12 @@ def norm_input_gradient(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tens
     return (rstd * g_without_scale).to(x.dtype)
 
 
-def norm_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str) -> Tensor:
-    """dw: [K] of the weight's dtype, summed in fp32; arguments as in ``norm_input_gradient``."""
+def norm_weight_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    """dw: [K] of ``dtype``, None for the weight's, summed in fp32; other arguments as in ``norm_input_gradient``."""
     normal = as_the_weight_meets_it(_normal(x, mean, rstd, kind), x, weight, kind)
-    return (dy.float() * normal.float()).sum(0).to(weight.dtype)
+    return (dy.float() * normal.float()).sum(0).to(dtype or weight.dtype)
 
 
 @registry.register("norm_backward", registry.REFERENCE)
@@ -61,12 +63,13 @@ def norm_backward_reference(
     wants_dx: bool,
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
+    partial_sums: bool = False,
 ) -> Gradients:
     """See the module. dy: [M, K] of y's dtype, x: [M, K], any strides; mean, rstd: as ``te::norm_forward`` returns
     them; residual: [M, K] of x's dtype, only where dx is wanted; bias_dtype: what db is wanted in, None if it is not.
 
     Returns dx: [M, K] contiguous, of x's dtype; dw: [K] of the weight's dtype; db: [K]. One that is not wanted has
-    shape [0].
+    shape [0]. With ``partial_sums`` dw and db are fp32 [P, K], rows that have yet to be added up; here one row.
     """
     dx, dw, db = (x.new_empty(0) for _ in range(3))
     if wants_dx:
@@ -74,9 +77,11 @@ def norm_backward_reference(
         dx = (dx if residual is None else dx + residual).contiguous()
     if wants_dw:
         assert weight is not None, "dw of a norm without a weight"
-        dw = norm_weight_gradient(dy, x, weight, mean, rstd, kind)
+        dw = norm_weight_gradient(dy, x, weight, mean, rstd, kind, torch.float32 if partial_sums else None)
+        dw = dw[None] if partial_sums else dw
     if bias_dtype is not None:
-        db = dy.float().sum(0).to(bias_dtype)
+        total = dy.float().sum(0)
+        db = total[None] if partial_sums else total.to(bias_dtype)
     return dx, dw, db
 
 
@@ -92,9 +97,10 @@ def _norm_backward(
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
     implementation: str = registry.REFERENCE,
+    partial_sums: bool = False,
 ) -> Gradients:
     function = registry.function_of("norm_backward", implementation)
-    return function(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
+    return function(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype, partial_sums)
 
 
 def _norm_backward_fake(
@@ -109,17 +115,29 @@ def _norm_backward_fake(
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
     implementation: str = registry.REFERENCE,
+    partial_sums: bool = False,
 ) -> Gradients:
     columns = x.shape[1]
     dx = x.new_empty(x.shape if wants_dx else (0,))
-    dw = x.new_empty(columns, dtype=weight.dtype) if wants_dw and weight is not None else x.new_empty(0)
-    db = x.new_empty(0) if bias_dtype is None else x.new_empty(columns, dtype=bias_dtype)
+    wanted = [weight.dtype if wants_dw and weight is not None else None, bias_dtype]
+    if partial_sums:
+        sums = sum(dtype is not None for dtype in wanted)
+        rows = 1 if implementation == registry.REFERENCE else _partial_rows(dy, x, residual, wants_dx, sums)
+        dw, db = (x.new_empty((rows, columns) if dtype else (0,), dtype=torch.float32) for dtype in wanted)
+    else:
+        dw, db = (x.new_empty(columns if dtype else 0, dtype=dtype) for dtype in wanted)
     return dx, dw, db
+
+
+def _partial_rows(dy: Tensor, x: Tensor, residual: Tensor | None, wants_dx: bool, sums: int) -> int:
+    from te_compile.kernels.norm_backward import partial_rows  # imported late: Triton may not be there
+
+    return partial_rows(dy, x, residual, wants_dx, sums)
 
 
 NORM_BACKWARD = define(
     "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? residual, str kind, "
-    'bool wants_dx, bool wants_dw, ScalarType? bias_dtype, str implementation="reference") '
+    'bool wants_dx, bool wants_dw, ScalarType? bias_dtype, str implementation="reference", bool partial_sums=False) '
     "-> (Tensor dx, Tensor dw, Tensor db)",
     _norm_backward,
     _norm_backward_fake,

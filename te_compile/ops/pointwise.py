@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from te_compile.ops.partial_sums import partial_sums_of
 from te_compile.ops.pieces import Piece, Span, assembled, parsed_pieces, period_of, tensors_of, wrong_pieces
 
 Constant = float | int
@@ -476,8 +477,9 @@ def _value(operand: Operand, values: dict[str, Tensor], device: torch.device) ->
     return torch.full((), operand, dtype=torch.bool if isinstance(operand, bool) else torch.float32, device=device)
 
 
-def evaluate(spec: Spec, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The meaning of a spec: z as fp32 [M, K], what is emitted [M, K] and what is summed [K], in their own dtypes."""
+def evaluate(spec: Spec, inputs: list[Tensor], partial_sums: bool = False) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The meaning of a spec: z as fp32 [M, K], what is emitted [M, K] and what is summed [K], in their own dtypes.
+    ``partial_sums``: of sums the partial rows, fp32."""
     shape = extent(spec, inputs)
     device = inputs[0].device
     values: dict[str, Tensor] = {}
@@ -492,5 +494,7 @@ def evaluate(spec: Spec, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor], li
         return values[name].broadcast_to(shape)
 
     emitted = [whole(result.value).to(result.dtype, copy=True).contiguous() for result in spec.emitted]
+    if partial_sums:
+        return whole(spec.quantized), emitted, [partial_sums_of(whole(result.value)) for result in spec.sums]
     sums = [whole(result.value).sum(0).to(result.dtype) for result in spec.sums]
     return whole(spec.quantized), emitted, sums

@@ -205,13 +205,27 @@ def norm_backward(
     wants_dx: bool,
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
+    partial_sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``te::norm_backward`` by kernels/norm_backward.py."""
+    given = (dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
     if x.numel() == 0 or not (wants_dx or wants_dw or bias_dtype):
-        return norm_backward_reference(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
+        return norm_backward_reference(*given, partial_sums)
     from te_compile.kernels.norm_backward import norm_backward as kernel
 
-    return kernel(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype)
+    return kernel(*given, partial_sums=partial_sums)
+
+
+def _check_column_sums(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+
+
+@registry.register("column_sums", TRITON, priority=PRIORITY, check=_check_column_sums)
+def column_sums(partials: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """``te::column_sums`` by kernels/column_sums.py."""
+    from te_compile.kernels.column_sums import added_up_at_once
+
+    return added_up_at_once(partials, dtypes)
 
 
 @registry.register("quantize_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)

@@ -70,6 +70,11 @@ def norm_backward() -> tuple[tuple[Any, ...], dict[str, Any]]:
     }
 
 
+def norm_backward_in_part() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given, named = norm_backward()
+    return given, {**named, "partial_sums": True}
+
+
 def loss(columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     targets = torch.randint(0, columns, (64,), device="cuda")
     return (matrix(64, columns), targets, -100), {"implementation": "triton"}
@@ -117,6 +122,14 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     "norm, two passes": ("norm_quantize", lambda: norm("rms", "triton", True)),
     "norm, rows alone": ("norm_quantize", lambda: norm("layer", "triton", False)),
     "norm backward": ("norm_backward", norm_backward),
+    "norm backward, sums in part": ("norm_backward", norm_backward_in_part),
+    "column sums": (
+        "column_sums",
+        lambda: (
+            ([torch.randn(rows, 8 * rows, device="cuda") for rows in range(1, 11)], "float32 bfloat16 " * 5),
+            {"implementation": "triton"},
+        ),
+    ),
     "loss": ("cross_entropy_forward", lambda: loss(1024)),
     "loss, odd": ("cross_entropy_forward", lambda: loss(1037)),
     "loss backward": ("cross_entropy_backward", lambda: loss_backward(1024)),

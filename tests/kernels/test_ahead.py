@@ -100,7 +100,7 @@ def test_what_steps_launch_was_all_rehearsed_and_has_the_hash_that_triton_looks_
     assert set(found["launched"][0]) == first, "what is ordered first is what the first step launches, and no more"
     assert set().union(*found["launched"][1:]) == later - first
     names = {form.split("((")[0].rsplit(".", 1)[1] for form in first}
-    assert {"produce", "_quantize_kernel", "_norm_backward_kernel", "_add_up_kernel"} <= names
+    assert {"produce", "_quantize_kernel", "_norm_backward_kernel", "_add_up_many_kernel"} <= names
     assert {"_cross_entropy_forward_kernel", "_cross_entropy_backward_kernel"} <= names
     assert found["hashes"] == found["at launch"] and len(found["hashes"]) > 20
     assert found["statistics"]["ordered"] == len(found["answers"]) == jobs

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_compile.kernels.norm_backward import EXCHANGES, MOST_AHEAD, Walk, norm_backward, walk_for
+from te_compile.kernels.norm_backward import (
+    EXCHANGES,
+    MOST_AHEAD,
+    Walk,
+    norm_backward,
+    partial_rows,
+    walk_for,
+)
 from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, norm_reference, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
 
@@ -120,6 +127,18 @@ def test_only_what_is_wanted_is_computed(
             torch.testing.assert_close(each, whole, rtol=1e-5, atol=1e-5)
         else:
             assert each.shape == (0,)
+
+
+@pytest.mark.parametrize("sums_walk", [None, Walk(4, 32, 1, 1, 1)])
+def test_sums_in_part_are_as_many_rows_as_the_operator_says_and_add_up(sums_walk: Walk | None, device: str) -> None:
+    given = task(LAYER, 77, 96, BF16, device)
+    wanted = norm_backward(*given, True, True, FP32, None, sums_walk)
+    dx, dw, db = norm_backward(*given, True, True, FP32, None, sums_walk, partial_sums=True)
+    assert torch.equal(dx, wanted[0]) and dw.dtype == db.dtype == FP32 and dw.shape == db.shape
+    if sums_walk is None:
+        assert dw.shape == (partial_rows(given[0], given[1], given[5], True, 2), 96)
+    torch.testing.assert_close(dw.sum(0).to(BF16), wanted[1], rtol=2.0**-7, atol=1e-5)
+    torch.testing.assert_close(db.sum(0), wanted[2], rtol=1e-5, atol=1e-4)
 
 
 def test_weight_and_bias_may_differ_in_dtype(device: str) -> None:

@@ -88,6 +88,18 @@ def test_a_layout_that_was_not_asked_for_is_empty(rowwise: bool, columnwise: boo
     assert got[0].numel() == (40 * 24 if rowwise else 0) and got[1].numel() == (24 * 48 if columnwise else 0)
 
 
+@pytest.mark.parametrize("rows", [1, 64, 150])
+def test_sums_in_part_are_those_of_64_rows_each_whatever_the_tile(rows: int, device: str) -> None:
+    inputs, scale = inputs_of(EVERY_PLACE, rows, 40, device), torch.tensor(3.0, device=device)
+    arguments = (inputs, scale, EVERY_PLACE, FP8[0], True, True, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=SMALL, partial_sums=True)
+    expected = fused_quantize_reference(*arguments, partial_sums=True)
+    assert_same(got[: -len(EVERY_PLACE.sums)], expected[: -len(EVERY_PLACE.sums)])
+    for one, other in zip(got[-len(EVERY_PLACE.sums) :], expected[-len(EVERY_PLACE.sums) :], strict=True):
+        assert one.dtype == torch.float32 and one.shape == (-(-rows // 64), 40)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
 def test_padding_of_the_transposed_codes_is_zero_where_the_producer_of_zero_is_not(device: str) -> None:
     spec = Spec.parse("x0: float32[M, K]; t0 = exp(x0); quantize t0; sum t0: float32")
     rows = random.choice([1, 17, 37])
