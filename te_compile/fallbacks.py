@@ -62,6 +62,7 @@ class DirectCall(ir.FallbackKernel):
     """A call that generated Python code for a GPU makes by te_compile/direct.py."""
 
     site: str | None = None  # its own name in generated code, where shapes are known
+    early = False  # may it be played before the code gets to it?
 
     def get_kernel_name(self) -> str:
         """What the code calls; by ``codegen`` it is there."""
@@ -77,7 +78,8 @@ class DirectCall(ir.FallbackKernel):
             module.add_import_once(f"from te_compile.direct import CALLS as {_CALLS}")
             if all(map(_has_constant_shape, self.inputs)) and _are_constant((self.constant_args, self.kwargs)):
                 self.site = f"te_site_{next(_sites)}"
-                module.add_import_once(f"{self.site} = {function}.site({_EARLY if _inputs_stay(V.graph) else ''})")
+                self.early = _inputs_stay(V.graph) and all(map(_is_there_early, self.inputs))
+                module.add_import_once(f"{self.site} = {function}.site({_EARLY if self.early else ''})")
         super().codegen(wrapper)
 
     def _function(self) -> str | None:
@@ -101,6 +103,19 @@ def _is_symbolic(argument: Any) -> bool:
     if isinstance(argument, Basic):
         return bool(argument.free_symbols)
     return isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_there_early(operand: Any) -> bool:
+    """Is ``operand`` given to the graph, or made by a call that may be played early?
+
+    A name of Inductor's stands for one value; what is written over it later has another.
+    """
+    name = operand.get_name()
+    if name in V.graph.graph_inputs:
+        return True
+    made = V.graph.name_to_buffer.get(name)
+    maker = made.inputs[0] if isinstance(made, ir.MultiOutput) else made
+    return isinstance(maker, DirectCall) and maker.early
 
 
 def _inputs_stay(graph: Any) -> bool:

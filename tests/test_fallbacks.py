@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,6 +197,26 @@ def test_places_may_be_played_early_where_a_graph_writes_into_no_input(
     _, codes = run_and_get_code(lambda: compiled(torch.randn(32, 16), changed).sum().backward())
     forward = next(code for code in codes if "update_scales_" in code and "fc forward" in code)
     assert ("site(early=True)" in forward) == (not changed) and ("site()" in forward) == bool(changed)
+
+
+def test_only_what_needs_inputs_and_early_results_alone_may_be_played_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else a call reads may lie where an early result lay."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).cumsum(0))
+
+    monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
+    with torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(Sums(), backend=te_fp8), torch.randn(32, 16))
+    called = "\n".join(codes)
+    early, late = (re.findall(rf"te_calls\.(\w+)\.site\({given}\)", called) for given in ("early=True", ""))
+    assert early.count("gemm") == late.count("gemm") == 1
+    assert early.count("quantize") == late.count("quantize") == 1
 
 
 def test_an_operator_that_inductor_met_before_is_called_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

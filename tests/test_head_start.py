@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from te_compile import head_start
-from te_compile.head_start import HeadStart
+from te_compile.head_start import FirstSteps, HeadStart
 from te_compile.kernels import native
 from te_compile.kernels.recording import STREAM
-from te_compile.kernels.replay import Replayed
+from te_compile.kernels.replay import BoundCall, Replayed
 from tests.kernels.test_replay import Core, Operator, expected, fresh
 from tests.kernels.test_replay import core as core
 
@@ -126,6 +126,21 @@ def test_what_was_made_early_is_gone_once_the_graph_is_done_with_it(core: Core) 
     started = HeadStart(code, wanted=True)
     called(started, head_start.MOST_LOOKS + 2)
     assert started.steps and gone[-2:] == [True, True]
+    assert sum(gone) > len(gone) - 4, (
+        "nor does it live longer in calls that are looked at, once there is something to see"
+    )
+
+
+def test_who_looks_keeps_the_memory_of_no_more_than_the_first_calls() -> None:
+    x = torch.randn(3)
+    look = FirstSteps([[], [x], []])
+    kept: list[weakref.ref[Tensor]] = []
+    for at in range(1, head_start.MOST_CALLS + 1):
+        made = torch.randn(3)
+        kept.append(weakref.ref(made))
+        assert look(BoundCall("norm_quantize", None, [x], made)) == (at < head_start.MOST_CALLS)
+    del made
+    assert not look.steps and not any(each() is not None for each in kept)
 
 
 def test_places_are_seen_whenever_they_were_bound(core: Core) -> None:

@@ -252,10 +252,14 @@ class BoundCall:
     results: Any
 
 
-class _LookedAt(threading.local):
-    """The calls of this thread, while somebody looks (head_start.py)."""
+Look = Callable[[BoundCall], bool]
+"""Is shown a call, and says whether it wants to see more."""
 
-    calls: list[BoundCall] | None = None
+
+class _LookedAt(threading.local):
+    """Who looks at the calls of this thread (head_start.py)."""
+
+    look: Look | None = None
 
 
 looked_at = _LookedAt()
@@ -263,15 +267,16 @@ _looking = threading.Lock()
 
 
 @contextmanager
-def looking() -> Iterator[list[BoundCall]]:
-    """In here the calls of this thread at places that may be played early are listed, played by Python or not."""
-    before, looked_at.calls = looked_at.calls, []
+def looking(look: Look) -> Iterator[None]:
+    """In here ``look`` is shown the calls of this thread at places that may be played early, played by Python or not,
+    for as long as it wants: who holds on to a call keeps its memory."""
+    before, looked_at.look = looked_at.look, look
     with _looking:
         player.lookers["count"] += 1  # places leave every call to Python
     try:
-        yield looked_at.calls
+        yield
     finally:
-        looked_at.calls = before
+        looked_at.look = before
         with _looking:
             player.lookers["count"] -= 1
 
@@ -279,8 +284,9 @@ def looking() -> Iterator[list[BoundCall]]:
 class Site:
     """An operator at one place in generated code whose shapes are constants, so that nobody asks for them again.
 
-    ``place``: what the code calls instead if the C++ core does the replaying. ``early``: nothing that the code does
-    before it gets here changes what the graph was given, so the place shows itself to who may play it early.
+    ``place``: what the code calls instead if the C++ core does the replaying. ``early``: the call needs nothing but
+    what the graph was given and what such calls made, and nothing that the code does before it gets here changes any
+    of that, so the place shows itself to who may play it early.
     """
 
     def __init__(self, operator: Replayed, early: bool = False) -> None:
@@ -313,9 +319,11 @@ class Site:
         self.tries = self.tries + 1 if self.binding is None else 0
         if self.place is not None:
             player.bind(self.place, self.binding, len(arguments), len(named))
-            if self.early and self.binding is not None and looked_at.calls is not None:
+            look = looked_at.look
+            if self.early and self.binding is not None and look is not None:
                 tensors = _tensors(arguments, named, self.binding.paths)
-                looked_at.calls.append(BoundCall(self.operator.name, self.place, tensors, results))
+                if not look(BoundCall(self.operator.name, self.place, tensors, results)):
+                    looked_at.look = None
         return results
 
     @property
