@@ -25,7 +25,7 @@ WORDS_A_PROGRAM = 512
 @triton.jit
 def _product(x, MULTIPLIER: tl.constexpr):
     """The high and the low word of x · MULTIPLIER, by one multiplication. ``tl.philox`` takes two, and that of the high
-    word has the lower throughput: 104 µs where this takes 78, for 2²⁴ words on an H200."""
+    word has the lower throughput; with these a word of bits is a fifth fewer instructions."""
     wide = x.to(tl.uint64) * MULTIPLIER
     return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
 
