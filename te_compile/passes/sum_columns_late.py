@@ -55,7 +55,7 @@ def sum_columns_late(graph: Graph) -> int:
         source = _source(node)
         if source is None:
             continue
-        if waiting and not (same_phase(node, waiting[0].node) and _fit([*waiting, source])):
+        if waiting and not (_belong_together(waiting[0], source) and _fit([*waiting, source])):
             summed += _add_up_at_once(waiting)
             waiting = []
         waiting.append(source)
@@ -89,6 +89,12 @@ def _places_of_sums(given: dict[str, Any]) -> list[int]:
 def _only_leaves(node: Node) -> bool:
     """Does ``node`` go nowhere but out of the graph, as it is or as a view?"""
     return all(user.op == "output" or (user.target in VIEWS and _only_leaves(user)) for user in node.users)
+
+
+def _belong_together(one: _Source, other: _Source) -> bool:
+    """Are both of one phase and on one device?"""
+    devices = {source.sums[0][1].meta["val"].device for source in (one, other)}
+    return same_phase(one.node, other.node) and len(devices) == 1
 
 
 def _fit(sources: list[_Source]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+from te_compile.ops.fused_quantize import FUSED_QUANTIZE
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of, is_te
+from te_compile.passes.new_nodes import call_like
 from te_compile.passes.sum_columns_late import sum_columns_late
+from te_compile.recipe import ScaleRule
 from tests.compiling import compiled
 
 module = sys.modules[sum_columns_late.__module__]
@@ -127,6 +132,24 @@ def test_sizes_that_are_not_known_have_no_partial_rows(x: Tensor) -> None:
     torch._dynamo.mark_dynamic(x, 0)
     graph, _ = trained(nn.Sequential(Block(), Block()), x)
     assert te_nodes(graph, "fused_quantize") and not te_nodes(graph, "column_sums")
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_sums_of_different_devices_stay_apart(devices: tuple[str, str]) -> None:
+    graph, outputs = Graph(), []
+    with FakeTensorMode():
+        for device in devices:
+            x = graph.placeholder("x")
+            x.meta["val"] = torch.empty(ROWS, WIDTH, device=device)
+            spec = "x0: float32[M, K]; quantize x0; sum x0: float32"
+            given = ([x], None, spec, torch.float8_e5m2, True, True, ScaleRule().text())
+            producer = call_like(FUSED_QUANTIZE, given, x)
+            outputs.append(call_like(operator.getitem, (producer, 4), x))
+        graph.output(tuple(outputs))
+        together = len(set(devices)) == 1
+        assert sum_columns_late(graph) == (2 if together else 0)
+    graph.lint()
+    assert len(te_nodes(graph, "column_sums")) == together
 
 
 def test_without_a_kernel_nothing_changes(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
