@@ -531,12 +531,12 @@ Family = Callable[[], Iterator[Row]]
 
 def families(peers: bool) -> list[Family]:
     """What makes the rows, in the order of the output."""
-    from benchmarks import kernel_peers, products
+    from benchmarks import kernel_peers, products, short_kernels
 
     of_matrices: list[Family] = [
         quantize_rows, norm_rows, norm_backward_rows, fused_rows, rotated_rows, pair_rows, loss_rows,
     ]  # fmt: skip
-    ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, products.rows]
+    ours: list[Family] = [*of_matrices, weight_rows, kept_rows, update_rows, short_kernels.rows, products.rows]
     return [*ours, *(kernel_peers.FAMILIES if peers else [])]
 
 
