@@ -12,7 +12,7 @@ from te_compile.kernels.norm_rows import LONGEST_ROW
 from te_compile.ops.norm import KINDS, LAYER, norm_reference, output_dtype
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
-from tests.kernels.test_norm import EPS, close_to, parameters
+from tests.kernels.test_norm import EPS, TOLERANCES, parameters
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule()
@@ -38,7 +38,8 @@ def agrees(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dty
     given = x, weight, bias, EPS, kind, scale, dtype, True, False
     y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(*given, True, RULE, False, y_dtype)
     wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
-    torch.testing.assert_close(y, wanted_y, **close_to(y.dtype, kind))
+    close = {"rtol": TOLERANCES[y.dtype], "atol": TOLERANCES[y.dtype], "equal_nan": True}
+    torch.testing.assert_close(y, wanted_y, **close)
     torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0, equal_nan=True)
     if kind == LAYER:
         torch.testing.assert_close(mean, wanted_mean, rtol=1e-5, atol=1e-5, equal_nan=True)
