@@ -7,7 +7,7 @@ An implementation says what it cannot do by raising :class:`Unsupported`; nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,13 @@ def choose(operator: str, target: Target, arguments: dict[str, Any]) -> tuple[st
         else:
             return entry.name, reasons
     raise LookupError(f"te::{operator} has no implementation for {target}: {'; '.join(reasons) or 'none registered'}")
+
+
+def are_run_by_kernels(operators: Iterable[str], device: torch.device, arguments: dict[str, Any]) -> bool:
+    """Has each of ``operators`` something better than its reference for ``arguments``, all that they take, on this
+    device? Arguments go by schema name; tensors may be fake."""
+    target = Target.of(device)
+    return all(choose(operator, target, arguments)[0] != REFERENCE for operator in operators)
 
 
 def function_of(operator: str, name: str) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def _is_run_by_kernels(node: Node, probability: float) -> bool:
     """Does the registry have something better than the reference?"""
     x = value_of(node)
     arguments = {"size": x.shape, "probability": probability}
-    return registry.choose("dropout_mask", registry.Target.of(x.device), arguments)[0] != registry.REFERENCE
+    return registry.are_run_by_kernels(["dropout_mask"], x.device, arguments)
 
 
 def _is_large(node: Node) -> bool:

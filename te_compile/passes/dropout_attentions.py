@@ -42,10 +42,9 @@ def _fits(node: Node) -> bool:
 
 def _is_run_by_kernels(node: Node) -> bool:
     """Does the registry have something better than the references, for all that it takes?"""
-    target = registry.Target.of(value_of(node).device)
     q, k, v = (value_of(operand).transpose(1, 2) for operand in _operands(node))
     arguments = {"q": q, "k": k, "v": v, "probability": float(argument(node, 4, "dropout_p", 0.0))}
-    return all(registry.choose(name, target, arguments)[0] != registry.REFERENCE for name in _OPERATORS)
+    return registry.are_run_by_kernels(_OPERATORS, value_of(node).device, arguments)
 
 
 def wants_eager_draws(options: Options) -> bool:

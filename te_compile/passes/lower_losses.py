@@ -113,10 +113,9 @@ def _is_for_losses_alone(logits: Node) -> bool:
 
 def _is_run_by_kernels(loss: Loss) -> bool:
     """Does the registry have something better than the references, in both directions?"""
-    target = registry.Target.of(value_of(loss.logits).device)
     arguments = {"logits": value_of(loss.logits), "targets": value_of(loss.targets), "addend": None}
     names = ("cross_entropy_forward", "cross_entropy_backward")
-    return all(registry.choose(name, target, arguments)[0] != registry.REFERENCE for name in names)
+    return registry.are_run_by_kernels(names, value_of(loss.logits).device, arguments)
 
 
 def _found(call: Node) -> Loss | None:

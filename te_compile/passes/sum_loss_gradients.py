@@ -97,8 +97,7 @@ def _shows(node: Node, source: Node) -> bool:
 def _is_run_by_a_kernel(backward: Node, arguments: dict[str, object]) -> bool:
     """Does the registry have something better than the reference, which would read the gradient for its sums?"""
     name = _WITH_SUMS[backward.target]._schema.name.removeprefix("te::")
-    target = registry.Target.of(backward.meta["val"].device)
-    return registry.choose(name, target, values_of(arguments))[0] != registry.REFERENCE
+    return registry.are_run_by_kernels([name], backward.meta["val"].device, values_of(arguments))
 
 
 def _replace(total: Node, row: Node) -> None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from te_compile.ops import registry
-from te_compile.ops.registry import Target, Unsupported, choose, function_of, implementations, register
+from te_compile.ops.registry import (
+    Target,
+    Unsupported,
+    are_run_by_kernels,
+    choose,
+    function_of,
+    implementations,
+    register,
+)
 
 
 @pytest.fixture
@@ -31,6 +39,12 @@ def fits(*capabilities: tuple[int, int]) -> Any:
     return check
 
 
+def takes_three(target: Target, arguments: dict[str, Any]) -> None:
+    """A check that accepts x = 3."""
+    if arguments["x"] != 3:
+        raise Unsupported("not 3")
+
+
 def test_the_highest_priority_that_fits_wins(operator: str) -> None:
     register(operator, "reference")(lambda: 0)
     register(operator, "good", priority=5)(lambda: 1)
@@ -38,6 +52,15 @@ def test_the_highest_priority_that_fits_wins(operator: str) -> None:
     assert choose(operator, Target("cuda", (9, 0)), {}) == ("best", [])
     assert choose(operator, Target("cuda", (8, 9)), {}) == ("good", ["best: not for (8, 9)"])
     assert [entry.name for entry in implementations(operator)] == ["best", "good", "reference"]
+
+
+def test_operators_are_run_by_kernels_if_each_has_something_better_than_its_reference(operator: str) -> None:
+    register(operator, "reference")(lambda: 0)
+    assert not are_run_by_kernels([operator], torch.device("cpu"), {})
+    register(operator, "better", priority=1, check=takes_three)(lambda: 1)
+    assert are_run_by_kernels([operator], torch.device("cpu"), {"x": 3})
+    assert not are_run_by_kernels([operator], torch.device("cpu"), {"x": 4})
+    assert not are_run_by_kernels([operator, "snapshot"], torch.device("cpu"), {"x": 3, "states": []})
 
 
 def test_a_check_sees_the_arguments(operator: str) -> None:
