@@ -14,9 +14,9 @@ from torch import Tensor
 
 from te_compile.kernels import buffers
 from te_compile.kernels.launch import launch
+from te_compile.ops.column_sums import AT_ONCE
 
 MOST_ROWS = 256
-AT_ONCE = 8  # matrices in one launch of those whose sums can wait for each other
 
 
 @triton.jit

@@ -16,6 +16,9 @@ from te_compile.ops import registry
 from te_compile.ops.library import define
 from te_compile.ops.pointwise import DTYPES, dtype_name
 
+AT_ONCE = 8
+"""Sums that one launch adds up."""
+
 
 def text_of(dtypes: list[torch.dtype]) -> str:
     """The dtypes of sums as ``te::column_sums`` takes them."""

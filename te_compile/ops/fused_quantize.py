@@ -9,7 +9,7 @@ residual sum or the backward of one of these.
 
 Returns a flat list, because Inductor and the partitioner handle one level of nesting well:
 [q, qt, amax, scale_inv, emitted …, sums …], where q, qt, amax and scale_inv mean what they mean in ``te::quantize``.
-With ``partial_sums`` the sums are fp32 rows that have yet to be added up (te_compile.ops.partial_sums).
+With ``partial_sums`` each sum is fp32 [⌈M / 64⌉, K], rows that have yet to be added up (te_compile.ops.partial_sums).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _fused_quantize(
     rowwise: bool,
     columnwise: bool,
     rule: str,
-    implementation: str = registry.REFERENCE,
     partial_sums: bool = False,
+    implementation: str = registry.REFERENCE,
 ) -> list[Tensor]:
     function = registry.function_of("fused_quantize", implementation)
     return function(inputs, scale, Spec.parse(spec), dtype, rowwise, columnwise, ScaleRule.parse(rule), partial_sums)
@@ -113,8 +113,8 @@ def _fused_quantize_fake(
     rowwise: bool,
     columnwise: bool,
     rule: str,
-    implementation: str = registry.REFERENCE,
     partial_sums: bool = False,
+    implementation: str = registry.REFERENCE,
 ) -> list[Tensor]:
     parsed = Spec.parse(spec)
     rows, columns = extent(parsed, inputs)
@@ -136,7 +136,7 @@ def _fused_quantize_fake(
 
 FUSED_QUANTIZE = define(
     "fused_quantize(Tensor[] inputs, Tensor? scale, str spec, ScalarType dtype, bool rowwise, bool columnwise, "
-    'str rule, str implementation="reference", bool partial_sums=False) -> Tensor[]',
+    'str rule, bool partial_sums=False, str implementation="reference") -> Tensor[]',
     _fused_quantize,
     _fused_quantize_fake,
 )

@@ -96,8 +96,8 @@ def _norm_backward(
     wants_dx: bool,
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
-    implementation: str = registry.REFERENCE,
     partial_sums: bool = False,
+    implementation: str = registry.REFERENCE,
 ) -> Gradients:
     function = registry.function_of("norm_backward", implementation)
     return function(dy, x, weight, mean, rstd, residual, kind, wants_dx, wants_dw, bias_dtype, partial_sums)
@@ -114,8 +114,8 @@ def _norm_backward_fake(
     wants_dx: bool,
     wants_dw: bool,
     bias_dtype: torch.dtype | None,
-    implementation: str = registry.REFERENCE,
     partial_sums: bool = False,
+    implementation: str = registry.REFERENCE,
 ) -> Gradients:
     columns = x.shape[1]
     dx = x.new_empty(x.shape if wants_dx else (0,))
@@ -137,7 +137,7 @@ def _partial_rows(dy: Tensor, x: Tensor, residual: Tensor | None, wants_dx: bool
 
 NORM_BACKWARD = define(
     "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? residual, str kind, "
-    'bool wants_dx, bool wants_dw, ScalarType? bias_dtype, str implementation="reference", bool partial_sums=False) '
+    'bool wants_dx, bool wants_dw, ScalarType? bias_dtype, bool partial_sums=False, str implementation="reference") '
     "-> (Tensor dx, Tensor dw, Tensor db)",
     _norm_backward,
     _norm_backward_fake,

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from te_compile.ops.column_sums import COLUMN_SUMS, text_of
+from te_compile.ops.column_sums import AT_ONCE, COLUMN_SUMS, text_of
 from te_compile.ops.fused_quantize import FIRST_EMITTED
 from te_compile.ops.partial_sums import ROWS
 from te_compile.ops.pointwise import Spec, extent
@@ -33,7 +33,6 @@ from te_compile.passes.pointwise_nodes import VIEWS
 KERNELS = {TRITON}
 """The implementations that sum in part."""
 
-AT_ONCE = 8  # sums that one launch adds up
 MOST_BYTES = 32 << 20  # of partial rows that wait
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_compile.kernels.column_sums import AT_ONCE, added_up, added_up_at_once
-from te_compile.ops.column_sums import column_sums_reference
+from te_compile.kernels.column_sums import added_up, added_up_at_once
+from te_compile.ops.column_sums import AT_ONCE, column_sums_reference
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 200])
