@@ -19,7 +19,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.kernels import SPECS, SWIGLU_BACKWARD
-from te_compile.kernels import cross_entropy, dropout_masks, norm, norm_backward, pointwise, quantize, scale_update
+from te_compile.kernels import (
+    column_sums,
+    cross_entropy,
+    dropout_masks,
+    norm,
+    norm_backward,
+    pointwise,
+    quantize,
+    scale_update,
+)
 from te_compile.kernels.ahead import Launch, Notes
 from te_compile.kernels.compile_worker import source_of, target_of
 from te_compile.kernels.fp8_attention import fp8_attention
@@ -113,6 +122,11 @@ def weights() -> None:
     scale_update.update_scales(rows, [scales], 448.0, RULE, "max")
 
 
+def sums() -> None:
+    partials = [empty(rows, 1000, dtype=FP32) for rows in (132, 256, 3)]
+    column_sums.added_up_at_once(partials, [BF16, FP32, BF16])
+
+
 def masks() -> None:
     for size in ((8192, 4096), (197, 1001)):
         dropout_masks.draw_mask(empty(1, dtype=torch.int64), size, 0.1)
@@ -120,7 +134,7 @@ def masks() -> None:
 
 FAMILIES: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (quantizes, norms, norm_backwards, losses, producers, products, attentions, weights, masks)
+    for each in (quantizes, norms, norm_backwards, losses, producers, products, attentions, weights, sums, masks)
 }
 
 
