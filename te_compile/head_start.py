@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from te_compile.kernels import player
 from te_compile.kernels.replay import BoundCall, looking
 
 MOST_CALLS = 4  # of the graph's first, among which the product must be: what is made early is held for longer
@@ -38,17 +38,12 @@ copies of weights, and its place among those."""
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A call that can be played early. offsets: bytes into each source."""
 
     place: Any
     sources: list[Source]
     offsets: list[int]
-
-    @cached_property
-    def most_given(self) -> int:
-        """How many of the lists that sources may be in there must be."""
-        return max(-which for which, _ in self.sources)
 
 
 class HeadStart:
@@ -58,52 +53,42 @@ class HeadStart:
         self.compiled = compiled
         self.looks = MOST_LOOKS if wanted else 0
         self.misses = 0
-        self.steps: list[_Step] = []
+        self.start: Any = None  # plays ``steps``, as far as there is what they take: csrc/python/start.cpp
+        self.steps: list[Step] = []
 
     def __call__(self, states: Sequence[Any], copies_of_now: Callable[[], Sequence[Any]], args: Sequence[Any]) -> Any:
         """Run the graph, whose inputs are the FP8 ``states``, the copies of weights, which are asked for once, and
         ``args``."""
-        steps = self.steps
-        if steps:
+        start = self.start
+        if start is not None:
             try:
-                made: list[Sequence[Any]] = []
-                self._start(steps, [states, args], made)
+                made: list[Any] = []
+                start((states, args), made)
                 copies = copies_of_now()
-                self._start(steps, [states, args, copies], made)
+                start((states, args, copies), made)
                 made.clear()  # the graph frees them when it is done with them
                 return self.compiled(*states, *copies, *args)
             finally:
-                self._end(steps)
+                if start.forget():  # nothing that was made early outlives the call
+                    self._missed()
         if self.looks:
             self.looks -= 1
             return self._looked_at(states, copies_of_now(), args)
         return self.compiled(*states, *copies_of_now(), *args)
 
-    def _start(self, steps: Sequence[_Step], given: Sequence[Sequence[Any]], made: list[Sequence[Any]]) -> None:
-        """Play the steps for whose sources there is what is ``given`` and ``made``, and add what they make."""
-        for step in steps[len(made) :]:
-            if step.most_given > len(given):
-                return
-            found = [given[-1 - which][at] if which < 0 else made[which][at] for which, at in step.sources]
-            if any(type(each) not in _PLAIN for each in found):  # a fake one has no address
-                return
-            results = step.place.early(found, step.offsets)
-            if results is None:
-                return
-            made.append(_listed(results))
-
-    def _end(self, steps: Sequence[_Step]) -> None:
-        """Nothing that was made early outlives the call."""
-        missed = [step.place.forget() for step in steps]
-        self.misses += any(missed)
+    def _missed(self) -> None:
+        self.misses += 1
         if self.misses > MOST_MISSES:
-            self.steps = []
+            self.start, self.steps = None, []
 
     def _looked_at(self, states: Sequence[Any], copies: Sequence[Any], args: Sequence[Any]) -> Any:
         look = FirstSteps([states, args, copies])
         with looking(look):
             results = self.compiled(*states, *copies, *args)
         self.steps = look.steps
+        plays = player.core()
+        if self.steps and plays is not None:
+            self.start = plays.start([(step.place, step.sources, step.offsets) for step in self.steps], _PLAIN)
         return results
 
 
@@ -112,8 +97,8 @@ class FirstSteps:
 
     def __init__(self, given: Sequence[Sequence[Any]]) -> None:
         self.given, self.made, self.seen = given, list[Sequence[Any]](), 0
-        self.before: list[_Step] = []
-        self.steps: list[_Step] = []  # with the product, once that was seen
+        self.before: list[Step] = []
+        self.steps: list[Step] = []  # with the product, once that was seen
 
     def __call__(self, call: BoundCall) -> bool:
         """Note a call if it needs nothing but what is given and what those noted made; are more of interest?"""
@@ -121,7 +106,7 @@ class FirstSteps:
         found = [_source_of(tensor, self.given, self.made) for tensor in call.tensors]
         known = [each for each in found if each is not None]
         if len(known) == len(found):
-            self.before.append(_Step(call.place, [source for source, _ in known], [offset for _, offset in known]))
+            self.before.append(Step(call.place, [source for source, _ in known], [offset for _, offset in known]))
             self.made.append(_listed(call.results))
             if call.name == _PRODUCT:
                 self.steps = self.before

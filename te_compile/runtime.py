@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import state
+from te_compile.again import Memory
 from te_compile.flat_parameters import parameter_of
 from te_compile.head_start import HeadStart
 from te_compile.ops import calibration
@@ -129,9 +130,16 @@ class Runner:
             CopiesOfGroup(group, [given.index(weight) for weight in group.weights], replays_cuda_graphs)
             for group in signature.groups
         ]
+        # Views of flat parameters are others each time, and what CUDA graphs read is made anew in place.
+        remembers = len(self.copies) == 1 and not self.some_are_flat and not replays_cuda_graphs
+        every = dict.fromkeys([*self.copies[0].positions, *self.positions]) if remembers else ()
+        self.memory = Memory(list(every)) if remembers else None
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on the arguments that Dynamo passes."""
+        again = None if self.memory is None else self.memory.of(args)
+        if again is not None and not (self.signature.slots and checkpoints() is not None):
+            return self.head_start(again.states, again.copies, args)
         states = self._states(args) if self.positions else []
         if self.signature.slots and (around := checkpoints()) is not None:
             return self._checkpointed(around, states, args)
@@ -155,7 +163,10 @@ class Runner:
     def _copies(self, args: tuple[Any, ...], states: list[Tensor]) -> list[Tensor]:
         """The FP8 copies of weights that the graph takes."""
         forward = states[: len(self.positions)]
-        return [each for copies in self.copies for each in copies.inputs(args, forward)]
+        found = [each for copies in self.copies for each in copies.inputs(args, forward)]
+        if self.memory is not None and not calibration.pending():
+            self.copies[0].remember(self.memory, args, states)
+        return found
 
     def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
         state.poll()

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from te_compile.again import Again, Memory
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration, registry
 from te_compile.ops.scaling import SNAPSHOT, snapshot_reference
@@ -59,6 +60,8 @@ _CUT_OFF = (
     "until training has met them. Load the FP8 state that belongs to these weights (te_compile.load_state), forget the "
     'one from before (te_compile.reset_state), or compile with recipe="current".'
 )
+
+_USES = 2  # of kept copies, before a call is remembered: two micro-batches end before that pays
 
 Key = tuple[list[int], list[int], int, int]
 """Of each weight the version, and how many steps were taken; of each weight the address; the id of the first FP8 state;
@@ -82,7 +85,7 @@ class _Kept:
 
     def __init__(self, outputs: Outputs, inputs: list[Tensor], refresher: Refresher, states: Sequence[Tensor]) -> None:
         self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
-        self.cut_off, self.trainings = False, _trainings["calls"]
+        self.cut_off, self.trainings, self.uses = False, _trainings["calls"], 0
         self._one_at_a_time = threading.Lock()
 
     def refresh(self, weights: Sequence[Tensor], amaxes: bool, force: bool = False) -> None:
@@ -92,23 +95,51 @@ class _Kept:
                 self.trainings, force = _trainings["calls"], True
             self.refresher(weights, amaxes, calibration.pending(), force)
 
+    def repeated(self, amaxes: bool) -> Callable[[], list[Tensor]] | None:
+        """What does as :meth:`refresh` does as long as no scale is missing and returns what the graph takes.
+
+        None if nothing does so faster, or if that may change.
+        """
+        launch = None if self.cut_off else self.refresher.repeated(amaxes)
+        if launch is None:
+            return None
+
+        def again() -> list[Tensor]:
+            _trainings["calls"] += amaxes
+            with self._one_at_a_time:
+                launch()
+            return self.inputs
+
+        return again
+
 
 class _Record:
-    """What is known about one set of weights. ``known`` is replaced as a whole: another thread may be reading it."""
+    """What is known about one set of weights."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.ids = list(map(id, weights))
         itself = weakref.ref(self)
         self.references = [weakref.ref(weight, lambda _: _forget(itself())) for weight in weights]
-        self.known: tuple[Key | None, _Kept | None] = None, None
+        self.calls: dict[int, Again] = {}  # that found what is known; see again.py
+        self.known = None, None
         self.met_again = False  # was the version before this one used more than once?
-        self.steps = 0  # of optimizers that have one of the weights
+        self.counter = {"steps": 0}  # of optimizers that have one of the weights
         self.make: Callable[..., Outputs] = _replayed.site()
         self.rows: tuple[list[Tensor], list[Tensor]] = [], []  # of these states those of the weights
 
+    @property
+    def known(self) -> tuple[Key | None, _Kept | None]:
+        """The copies and what they are of. Replaced as a whole: another thread may be reading it."""
+        return self._known
+
+    @known.setter
+    def known(self, known: tuple[Key | None, _Kept | None]) -> None:
+        self.calls.clear()
+        self._known = known
+
     def kept_for(self, key: Key) -> _Kept | None:
         """The copies, if they are those of this key."""
-        known, kept = self.known
+        known, kept = self._known
         return kept if known == key else None
 
 
@@ -144,14 +175,25 @@ class CopiesOfGroup:
             return self._renewed(record, key, weights, states)
         record.met_again = True
         kept.refresh(weights, self.gives_amaxes)
+        kept.uses += 1
         return kept.inputs
+
+    def remember(self, memory: Memory, args: tuple[Any, ...], states: Sequence[Tensor]) -> None:
+        """Have ``memory`` remember this call, if its copies have been used as they were more than once."""
+        record = self.records.get(id(args[self.positions[0]]))
+        kept = None if record is None else record.known[1]
+        if record is None or kept is None or kept.uses < _USES:
+            return
+        copies = kept.repeated(self.gives_amaxes)
+        if copies is not None:
+            memory.remember(args, states, copies, record.calls, record.counter)
 
     # --- looking up ---
 
     def _key(self, record: _Record, weights: Sequence[Tensor], states: Sequence[Tensor]) -> Key:
         stream = torch._C._cuda_getCurrentRawStream(self.group.device.index) if self.is_cuda else 0
         state = id(states[0]) if states else 0
-        changes = [*map(_version_of, weights), record.steps]
+        changes = [*map(_version_of, weights), record.counter["steps"]]
         return changes, list(map(Tensor.data_ptr, weights)), state, stream
 
     def _record(self, weights: Sequence[Tensor], states: Sequence[Tensor]) -> _Record | None:
@@ -264,7 +306,7 @@ class CopiesOfGroup:
                 known, kept = record.known
                 if kept is not None and known is not None:
                     first, *_, steps = known[0]
-                    if (first, steps) != (weight._version, record.steps):
+                    if (first, steps) != (weight._version, record.counter["steps"]):
                         record.known = None, None
 
 
@@ -296,7 +338,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         stepped = {id(parameter) for parameter in parameters if parameter.requires_grad}
         for record in records:
             if not stepped.isdisjoint(record.ids):
-                record.steps += 1
+                record.counter["steps"] += 1
 
 
 def _forget(record: _Record | None) -> None:

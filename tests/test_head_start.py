@@ -237,17 +237,20 @@ def test_an_error_of_what_is_played_early_is_the_calls(core: Core, monkeypatch: 
     started = HeadStart(graph, wanted=True)
     called(started)
 
-    def empty(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no memory")
+    start = started.start
 
     class Fails:
-        def early(self, *_: Any) -> Any:
-            empty()
+        """At what needs copies of weights."""
+
+        def __call__(self, given: tuple[Any, ...], made: list[Any]) -> None:
+            start(given, made)
+            if len(given) == 3:
+                raise torch.OutOfMemoryError("no memory")
 
         def forget(self) -> bool:
-            return False
+            return bool(start.forget())
 
-    started.steps[1] = head_start._Step(Fails(), [(-2, 0)], [0])
+    monkeypatch.setattr(started, "start", Fails())
     with pytest.raises(torch.OutOfMemoryError):
         started([], list, inputs())
-    assert started.steps[0].place.forget() is False
+    assert not start.forget()

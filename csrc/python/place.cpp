@@ -10,16 +10,18 @@
 #include <algorithm>
 #include <utility>
 
+#include "place.hpp"
 #include "player.hpp"
+#include "questions.hpp"
 #include "replay.hpp"
 
 namespace py = pybind11;
 
 namespace te_compile::python {
-namespace {
 
 PyTypeObject* place_type = nullptr;
-PyObject* calls_name = nullptr;
+
+namespace {
 
 /// Where a tensor of the call is: the number of a positional argument, else a name; and the place in a list.
 struct Path {
@@ -27,16 +29,6 @@ struct Path {
   Ref name;
   Py_ssize_t within = -1;
   uintptr_t alignment;  // of the address, in the bits that are looked at
-};
-
-/// What is asked at each call. All of them are given by Python, as functions and as dictionaries to look into.
-struct Questions {
-  Ref tensor_type, profiler_enabled, device_of, current_device, is_capturing, stream_of;
-  std::vector<std::pair<Ref, Ref>> flags;  // (dictionary, key), all of which must be false
-  std::vector<Ref> closed;                 // functions that must return false
-  std::pair<Ref, Ref> pending;             // (dictionary, key): true or not as it was when the call was bound
-  std::pair<Ref, Ref> runtime;             // (dictionary, key) of Triton's settings
-  std::vector<Ref> hooks;                  // their attributes, chains of hooks that must be empty
 };
 
 struct Bound {
@@ -64,75 +56,6 @@ struct Place {
   Early* early;                         // null if there is nothing; taken as a whole
   bool missed;                          // was something played early that no call took?
 };
-
-enum Answer { kNo = 0, kYes = 1, kError = -1 };
-
-Answer truth(PyObject* object) { return static_cast<Answer>(PyObject_IsTrue(object)); }
-
-Answer truth_of_call(PyObject* function) {
-  const Ref result(PyObject_CallNoArgs(function));
-  return result ? truth(result.get()) : kError;
-}
-
-Answer truth_of(const std::pair<Ref, Ref>& entry) {
-  PyObject* const found = PyDict_GetItemWithError(entry.first.get(), entry.second.get());
-  if (found == nullptr) {
-    if (PyErr_Occurred() == nullptr) PyErr_SetObject(PyExc_KeyError, entry.second.get());
-    return kError;
-  }
-  return truth(Ref::to(found).get());
-}
-
-/// Does the chain of hooks hold any? Triton before it had chains kept one function or None.
-Answer has_hooks(PyObject* runtime, PyObject* name) {
-  const Ref chain(PyObject_GetAttr(runtime, name));
-  if (!chain) return kError;
-  const Ref calls(PyObject_GetAttr(chain.get(), calls_name));
-  if (calls) return truth(calls.get());
-  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return kError;
-  PyErr_Clear();
-  return truth(chain.get());
-}
-
-Answer is_watched(const Questions& questions) {
-  if (questions.hooks.empty()) return kNo;
-  PyObject* const found = PyDict_GetItemWithError(questions.runtime.first.get(), questions.runtime.second.get());
-  if (found == nullptr) {
-    if (PyErr_Occurred() == nullptr) PyErr_SetObject(PyExc_KeyError, questions.runtime.second.get());
-    return kError;
-  }
-  const Ref runtime = Ref::to(found);
-  for (const Ref& hook : questions.hooks) {
-    const Answer answer = has_hooks(runtime.get(), hook.get());
-    if (answer != kNo) return answer;
-  }
-  return kNo;
-}
-
-/// Does an int that a function of `argument` (null for none) returns equal `wanted`?
-Answer equals(PyObject* function, PyObject* argument, long wanted) {
-  const Ref result(argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument));
-  if (!result) return kError;
-  const long number = PyLong_AsLong(result.get());
-  if (number == -1 && PyErr_Occurred() != nullptr) return kError;
-  return number == wanted ? kYes : kNo;
-}
-
-/// May what is bound be played now, as far as it is no matter of the tensors?
-Answer may_play(const Questions& questions, const Bound& bound) {
-  for (const auto& flag : questions.flags) {
-    const Answer answer = truth_of(flag);
-    if (answer != kNo) return answer == kYes ? kNo : kError;
-  }
-  const Answer pending = truth_of(questions.pending);
-  if (pending == kError || pending != static_cast<Answer>(bound.pending)) return pending == kError ? kError : kNo;
-  for (const Ref& function : questions.closed) {
-    const Answer answer = truth_of_call(function.get());
-    if (answer != kNo) return answer == kYes ? kNo : kError;
-  }
-  const Answer watched = is_watched(questions);
-  return watched == kError ? kError : watched == kYes ? kNo : kYes;
-}
 
 /// The argument that a path leads to, borrowed; null if there is none.
 PyObject* follow(const Path& path, PyObject* const* arguments, size_t positional, PyObject* keywords) {
@@ -185,32 +108,20 @@ struct Arguments {
 
 /// A call that the code has yet to make: tensors in the order of the paths, and how many bytes into each its own lies.
 struct Announced {
-  PyObject *listed, *offsets;  // lists
+  PyObject* const* given;
+  const intptr_t* offsets;
+  size_t count;
 
   Answer read(const Questions& questions, const Bound& bound, Refs& tensors, uintptr_t* addresses) const {
-    const size_t count = bound.paths.size();
-    if (PyList_GET_SIZE(listed) != static_cast<Py_ssize_t>(count) || PyList_GET_SIZE(offsets) != PyList_GET_SIZE(listed)) {
-      return kNo;
-    }
+    if (count != bound.paths.size()) return kNo;
     for (size_t at = 0; at < count; ++at) {
-      const auto place = static_cast<Py_ssize_t>(at);
-      const long long offset = PyLong_AsLongLong(PyList_GET_ITEM(offsets, place));
-      if (offset == -1 && PyErr_Occurred() != nullptr) return kError;
-      const Answer answer = python::read(questions, bound, bound.paths[at], PyList_GET_ITEM(listed, place),
-                                         static_cast<uintptr_t>(offset), tensors, addresses);
+      const Answer answer = python::read(questions, bound, bound.paths[at], given[at],
+                                         static_cast<uintptr_t>(offsets[at]), tensors, addresses);
       if (answer != kYes) return answer;
     }
     return kYes;
   }
 };
-
-/// The current stream of the device.
-bool stream_of(const Questions& questions, const Bound& bound, uintptr_t& stream) {
-  const Ref number(PyObject_CallOneArg(questions.stream_of.get(), bound.device.get()));
-  if (!number) return false;
-  stream = PyLong_AsUnsignedLongLong(number.get());
-  return PyErr_Occurred() == nullptr;
-}
 
 /// The results, or null with *unplayed if Python should do it, or null with an error. early: what was read goes there.
 template <typename Call>
@@ -225,7 +136,7 @@ PyObject* play_bound(Place* place, const Call& call, bool* unplayed, Early* earl
   };
   const Answer profiled = truth_of_call(questions.profiler_enabled.get());
   if (profiled != kNo) return settle(profiled == kYes ? kNo : kError), nullptr;
-  if (!settle(may_play(questions, bound))) return nullptr;
+  if (!settle(may_play(questions, bound.pending))) return nullptr;
   const size_t count = player->work->tensors();
   Refs tensors(count);
   Elements<uintptr_t, 33> addresses(count + 1);
@@ -235,7 +146,7 @@ PyObject* play_bound(Place* place, const Call& call, bool* unplayed, Early* earl
   const Answer capturing = truth_of_call(questions.is_capturing.get());
   if (capturing != kNo) return settle(capturing == kYes ? kNo : kError), nullptr;
   uintptr_t stream = 0;
-  if (!stream_of(questions, bound, stream)) return nullptr;
+  if (!stream_of(questions, bound.device.get(), stream)) return nullptr;
   if (early != nullptr) {
     early->addresses.assign(addresses.data(), addresses.data() + bound.paths.size());
     early->stream = stream;
@@ -253,7 +164,7 @@ Answer was_played(Place* place, const Early& early, const Arguments& call) {
   if (answer != kYes) return answer;
   if (!std::equal(early.addresses.begin(), early.addresses.end(), addresses.data())) return kNo;
   uintptr_t stream = 0;
-  if (!stream_of(*place->questions, *bound, stream)) return kError;
+  if (!stream_of(*place->questions, bound->device.get(), stream)) return kError;
   return stream == early.stream ? kYes : kNo;
 }
 
@@ -302,43 +213,28 @@ PyObject* call_place(PyObject* self, PyObject* const* arguments, size_t flags, P
 }
 
 /// (tensors, offsets) -> results, which the next call takes if it is this one; None if it cannot be played now.
-PyObject* play_early(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  auto* const place = reinterpret_cast<Place*>(self);
+PyObject* early(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1])) {
     return PyErr_Format(PyExc_TypeError, "early takes (tensors: list, offsets: list)");
   }
-  try {
-    if (!*place->bound) Py_RETURN_NONE;
-    auto early = std::make_unique<Early>();
-    bool unplayed = false;
-    Ref results(play_bound(place, Announced{arguments[0], arguments[1]}, &unplayed, early.get()));
-    if (unplayed) Py_RETURN_NONE;
-    if (!results) return nullptr;
-    early->results = Ref::to(results.get());
-    const std::unique_ptr<Early> before(std::exchange(place->early, early.release()));
-    place->missed = place->missed || before != nullptr;
-    return results.release();
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
+  if (PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1])) Py_RETURN_NONE;
+  const auto length = static_cast<size_t>(PyList_GET_SIZE(arguments[0]));
+  std::vector<Ref> tensors;
+  std::vector<PyObject*> borrowed;
+  std::vector<intptr_t> offsets;
+  for (size_t at = 0; at < length; ++at) {
+    const auto place = static_cast<Py_ssize_t>(at);
+    tensors.push_back(Ref::to(PyList_GET_ITEM(arguments[0], place)));
+    borrowed.push_back(tensors.back().get());
+    offsets.push_back(static_cast<intptr_t>(PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], place))));
+    if (PyErr_Occurred() != nullptr) return nullptr;
   }
+  PyObject* const results = play_early(self, borrowed.data(), offsets.data(), length);
+  if (results == nullptr && PyErr_Occurred() == nullptr) Py_RETURN_NONE;
+  return results;
 }
 
-/// Drops what was played early. Was anything, since this was last asked, that no call took?
-PyObject* forget_early(PyObject* self, PyObject*) {
-  auto* const place = reinterpret_cast<Place*>(self);
-  const std::unique_ptr<Early> unused(std::exchange(place->early, nullptr));
-  return PyBool_FromLong(std::exchange(place->missed, false) || unused != nullptr);
-}
-
-int visit_questions(const Questions& asked, visitproc visit, void* arg) {
-  std::vector<const Ref*> refs = {&asked.tensor_type,  &asked.profiler_enabled, &asked.device_of,
-                                  &asked.current_device, &asked.is_capturing,   &asked.stream_of,
-                                  &asked.pending.first,  &asked.runtime.first};
-  for (const auto& flag : asked.flags) refs.push_back(&flag.first);
-  for (const Ref& function : asked.closed) refs.push_back(&function);
-  for (const Ref* ref : refs) Py_VISIT(ref->get());
-  return 0;
-}
+PyObject* forget(PyObject* self, PyObject*) { return PyBool_FromLong(forget_early(self)); }
 
 int traverse_place(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -374,27 +270,6 @@ void destroy_place(PyObject* self) {
   delete reinterpret_cast<Place*>(self)->bound;
   type->tp_free(self);
   Py_DECREF(type);
-}
-
-std::pair<Ref, Ref> entry_of(const py::handle& entry) {
-  const auto pair = py::cast<py::tuple>(entry);
-  return {Ref::to(py::cast<py::dict>(pair[0])), Ref::to(pair[1])};
-}
-
-std::unique_ptr<Questions> questions_of(const py::dict& given) {
-  auto questions = std::make_unique<Questions>();
-  questions->tensor_type = Ref::to(py::cast<py::type>(given["tensor_type"]));
-  questions->profiler_enabled = Ref::to(given["profiler_enabled"]);
-  questions->device_of = Ref::to(given["device_of"]);
-  questions->current_device = Ref::to(given["current_device"]);
-  questions->is_capturing = Ref::to(given["is_capturing"]);
-  questions->stream_of = Ref::to(given["stream_of"]);
-  for (const py::handle flag : py::cast<py::sequence>(given["flags"])) questions->flags.push_back(entry_of(flag));
-  questions->closed = refs_of(given["closed"], false);
-  questions->pending = entry_of(given["pending"]);
-  questions->runtime = entry_of(given["runtime"]);
-  questions->hooks = refs_of(given["hooks"], false);
-  return questions;
 }
 
 py::object make_place(const py::object& unbound, const py::dict& questions) {
@@ -454,16 +329,38 @@ PyGetSetDef place_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyMethodDef place_methods[] = {
-    {"early", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&play_early)), METH_FASTCALL,
+    {"early", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&early)), METH_FASTCALL,
      "(tensors, offsets) -> results, or None if it cannot be played now; see head_start.py"},
-    {"forget", &forget_early, METH_NOARGS, "Drop what was played early; was anything that no call took?"},
+    {"forget", &forget, METH_NOARGS, "Drop what was played early; was anything that no call took?"},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
+PyObject* play_early(PyObject* self, PyObject* const* tensors, const intptr_t* offsets, size_t count) {
+  auto* const place = reinterpret_cast<Place*>(self);
+  try {
+    if (!*place->bound) return nullptr;
+    auto early = std::make_unique<Early>();
+    bool unplayed = false;
+    Ref results(play_bound(place, Announced{tensors, offsets, count}, &unplayed, early.get()));
+    if (!results) return nullptr;
+    early->results = Ref::to(results.get());
+    const std::unique_ptr<Early> before(std::exchange(place->early, early.release()));
+    place->missed = place->missed || before != nullptr;
+    return results.release();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+bool forget_early(PyObject* self) {
+  auto* const place = reinterpret_cast<Place*>(self);
+  const std::unique_ptr<Early> unused(std::exchange(place->early, nullptr));
+  return std::exchange(place->missed, false) || unused != nullptr;
+}
+
 void add_places(py::module_& module) {
-  calls_name = PyUnicode_InternFromString("calls");
   place_type = make_type<Place>("te_compile._native.Place", "An operator at one place in generated code.",
                                 &traverse_place, &clear_place, &destroy_place, place_methods, place_properties);
   module.attr("Place") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(place_type));

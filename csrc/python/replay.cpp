@@ -184,6 +184,8 @@ void add_replay(py::module_& module) {
   module.def("driver_missing", &driver_missing, "() -> why no kernel can be launched; empty if one can");
   module.def("pretend_driver", &pretend_driver, "(launch, current_context, error_string): for tests; 0 ends it");
   add_places(module);
+  add_starts(module);
+  add_unchanged(module);
 }
 
 }  // namespace te_compile::python

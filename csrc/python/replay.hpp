@@ -22,5 +22,7 @@ std::vector<Ref> refs_of(const pybind11::sequence& objects, bool with_gaps);
 
 void add_replay(pybind11::module_& module);
 void add_places(pybind11::module_& module);
+void add_starts(pybind11::module_& module);
+void add_unchanged(pybind11::module_& module);
 
 }  // namespace te_compile::python

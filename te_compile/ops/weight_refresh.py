@@ -16,7 +16,7 @@ On a GPU the answer never reaches the host: launches that have nothing to do lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -139,6 +139,13 @@ class Refresher(Protocol):
         weights: those that the refresher was made with. amaxes: will anybody read them? missing: may a scale be 0?
         """
 
+    def repeated(self, amaxes: bool) -> Callable[[], object] | None:
+        """What does the same for weights that the host sees no change of, on this stream, while no scale is missing.
+
+        For callers who have asked whether kernels may be played (``questions`` in kernels/player.py). None if that is
+        not known yet, or saves nothing.
+        """
+
 
 @registry.register("refresh_weights", registry.REFERENCE)
 class ReferenceRefresher:
@@ -166,3 +173,6 @@ class ReferenceRefresher:
         for old, new in zip(self.outputs, fresh, strict=True):
             old.copy_(new)
         self.fingerprint = fingerprint
+
+    def repeated(self, amaxes: bool) -> None:
+        """See :class:`Refresher`."""

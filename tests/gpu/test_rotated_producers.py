@@ -50,6 +50,6 @@ def test_later_calls_read_their_own_tensors() -> None:
     scale = torch.tensor(3.0, device="cuda")
     for _ in range(5):
         inputs = inputs_of(2, 256, 4, 128, 128, 1)
-        got = FUSED_QUANTIZE(inputs, scale, spec.text(), FP8[0], True, True, rule.text(), "triton")
+        got = FUSED_QUANTIZE(inputs, scale, spec.text(), FP8[0], True, True, rule.text(), False, "triton")
         expected = fused_quantize_reference(inputs, scale, Spec.parse(spec.text()), FP8[0], True, True, rule)
         assert_close(got, expected, exact=False)
