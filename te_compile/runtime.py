@@ -164,7 +164,8 @@ class Runner:
         """The FP8 copies of weights that the graph takes."""
         forward = states[: len(self.positions)]
         found = [each for copies in self.copies for each in copies.inputs(args, forward)]
-        if self.memory is not None and not calibration.pending():
+        is_of_one_call = self.signature.training and states[-1] is not self.token
+        if self.memory is not None and not is_of_one_call and not calibration.pending():
             self.copies[0].remember(self.memory, args, states)
         return found
 

@@ -23,6 +23,7 @@ from te_compile.again import Again, Memory
 from te_compile.kernels import native, player
 from te_compile.ops import calibration
 from te_compile.ops.weight_refresh import ReferenceRefresher
+from te_compile.runtime import Runner
 from te_compile.state_files import load_state_dict, state_dict
 from tests.backend.models import Chain
 from tests.compiling import compiled, gradients, train_step
@@ -250,6 +251,27 @@ def test_what_is_never_met_again_is_no_longer_remembered(met: Met, monkeypatch: 
     finally:
         torch.use_deterministic_algorithms(False)
     assert met.since() == 0 and remembered == again.MOST_TRIES
+
+
+def test_what_is_of_one_call_alone_is_not_remembered(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of a call whose scales may be missing: whoever keeps it has every later call look for missing scales."""
+    model, x = Chain(), data()
+    fast = compiled(model)
+    settled(model, fast, x)
+    found = Runner._states
+
+    def of_one_call(self: Runner, args: tuple[Any, ...]) -> list[Tensor]:
+        *states, token = found(self, args)
+        return [*states, token.detach().requires_grad_()]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "_states", of_one_call)
+        for _ in range(CALLS):
+            train_step(model, fast, x)
+    assert met.since() == 0
+    for _ in range(CALLS):
+        train_step(model, fast, x)
+    assert met.since() > 0
 
 
 def test_without_the_core_nothing_is_remembered(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
