@@ -42,7 +42,7 @@ from te_compile.kernels import (
     weights,
 )
 from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.cross_entropy import (
     cross_entropy_backward_reference,
     cross_entropy_backward_with_sums_reference,

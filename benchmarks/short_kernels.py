@@ -16,7 +16,7 @@ from benchmarks import kernels
 from benchmarks.kernels import Row
 from te_compile.kernels.column_sums import added_up, added_up_at_once
 from te_compile.kernels.dropout_masks import draw_mask
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.column_sums import column_sums_reference
 from te_compile.ops.dropout_masks import dropout_mask_reference
 

@@ -7,7 +7,6 @@ fraction of the time and shows each operator in a debugger.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,21 +22,20 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from te_compile import __version__
 from te_compile.fallbacks import short_texts, tell_inductor
-from te_compile.kernels import ahead, buffers, native
+from te_compile.kernels import buffers, native
 from te_compile.ops import registry
 from te_compile.options import Options
 from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS, TO_SAVE_MEMORY, GraphPass
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.memory import autograd_is_compiled
-from te_compile.passes.rehearse import rehearse, rehearse_copies
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
+from te_compile.prepared_kernels import KernelsAhead, TimedTiles
 
-LOG = logging.getLogger("te_compile")
 Compiled = Callable[..., Any]
 _JOINT, _DIRECTION = "joint_custom_pre_pass", "post_grad_custom_pre_pass"  # where Inductor lets others' passes in
 
@@ -105,41 +103,6 @@ class JointPasses(Passes):
             self.then(graph)
 
 
-class KernelsAhead:
-    """Has workers compile the Triton kernels of a compilation while Inductor compiles the rest (kernels/ahead.py).
-
-    What the first step launches is ordered as soon as the graph is known. Later steps, which know all scales, launch
-    other forms of some; these wait until Inductor needs its workers no more.
-    """
-
-    def __init__(self, compilation: Compilation, options: Options) -> None:
-        self.compilation, self.stateful = compilation, options.recipe.stateful
-        self.later: list[ahead.Launch] = []
-
-    def order(self, graph: Graph) -> None:
-        """Order what the first step launches."""
-        if not ahead.is_possible() or not any(map(_is_on_gpu, graph.find_nodes(op="placeholder"))):
-            return
-        try:
-            ahead.compile_ahead(self._launches(graph, missing=True))
-            self.later = self._launches(graph, missing=False)
-        except Exception as error:  # whatever it is, kernels can still be compiled when they are launched
-            LOG.warning("no kernels are compiled ahead: %r", error)
-
-    def order_later(self) -> None:
-        """Order what only later steps launch."""
-        ahead.compile_ahead(self.later)
-
-    def _launches(self, graph: Graph, missing: bool) -> list[ahead.Launch]:
-        groups = self.compilation.plan.groups
-        return [*rehearse_copies(groups, self.stateful, missing), *rehearse(graph, missing)]
-
-
-def _is_on_gpu(placeholder: Node) -> bool:
-    value = placeholder.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_cuda
-
-
 def captures_cuda_graphs(options: Options) -> bool:
     """Will Inductor replay CUDA graphs, which read their inputs where they were when it captured them?"""
     return options.compiler == "inductor" and replays_cuda_graphs(options)
@@ -177,8 +140,13 @@ def _taken(asked: dict[str, Any], name: str) -> list[Any]:
 def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilation: Compilation) -> Compiled:
     """Compile with Inductor, under the user's mode and Inductor options."""
     patches = asked_of_inductor(options)
-    kernels = KernelsAhead(compilation, options)
-    patches[_JOINT] = JointPasses(compilation, options, _taken(patches, _JOINT), kernels.order)
+    tiles, kernels = TimedTiles(compilation, options, inputs), KernelsAhead(compilation, options)
+
+    def then(graph: Graph) -> None:
+        tiles.time(graph)
+        kernels.order(graph)
+
+    patches[_JOINT] = JointPasses(compilation, options, _taken(patches, _JOINT), then)
     if options.save_memory:
         buffers.stop_keeping_workspaces()
     if captures_cuda_graphs(options):

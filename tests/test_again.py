@@ -254,7 +254,7 @@ def test_what_is_never_met_again_is_no_longer_remembered(met: Met, monkeypatch: 
 
 
 def test_what_is_of_one_call_alone_is_not_remembered(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token of a call whose scales may be missing: whoever keeps it has every later call look for missing scales."""
+    """The token of a call whose scales may be missing: who keeps it has all later calls look for missing scales."""
     model, x = Chain(), data()
     fast = compiled(model)
     settled(model, fast, x)

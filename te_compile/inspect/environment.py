@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -13,7 +14,7 @@ from torch import nn
 
 from te_compile.inspect.explanation import explain
 from te_compile.inspect.table import details
-from te_compile.kernels import gemm_choices, native
+from te_compile.kernels import gemm_choices, native, tile_choices
 from te_compile.options import ENVIRONMENT_PREFIX
 
 PACKAGES = ("te-compile", "torch", "triton", "transformers", "accelerate", "torchao", "transformer-engine", "numpy")
@@ -51,6 +52,8 @@ def _built() -> Iterator[str]:
     yield f"{'CUDA core':<12} {native.missing(cuda=True) or 'built'}"
     if torch.cuda.is_available() and not native.missing(cuda=True):
         yield f"{'GEMM choices':<12} {gemm_choices.described()}"
+    if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        yield f"{'tile choices':<12} {tile_choices.described(torch.cuda.device_count())}"
 
 
 def _settings() -> Iterator[str]:

@@ -36,15 +36,19 @@ def is_on() -> bool:
 @functools.cache
 def path_for(device: int) -> Path:
     """The file for the products of this CUDA device."""
-    core, properties = native.module(), torch.cuda.get_device_properties(device)
-    parts = (
-        f"gemm_choices_v{core.CHOICES_FORMAT}",
+    core = native.module()
+    parts = (f"gemm_choices_v{core.CHOICES_FORMAT}", *device_parts(device), f"cublaslt{core.cublaslt_version()}.txt")
+    return Path(cache_dir()) / "te_compile" / "_".join(parts)
+
+
+def device_parts(device: int) -> tuple[str, ...]:
+    """What tells kinds of devices apart, for names of files."""
+    properties = torch.cuda.get_device_properties(device)
+    return (
         re.sub(r"[^A-Za-z0-9]+", "-", properties.name).strip("-"),
         f"sm{properties.major}{properties.minor}",
         f"{properties.multi_processor_count}",  # of which a part of a device (MIG) has fewer
-        f"cublaslt{core.cublaslt_version()}.txt",
     )
-    return Path(cache_dir()) / "te_compile" / "_".join(parts)
 
 
 def keep(device: int) -> None:

@@ -33,8 +33,8 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
+    OTHERS,
     TRITON_DTYPES,
-    Tile,
     fp8_words,
     largest_of_four,
     must_measure,
@@ -46,6 +46,7 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
+from te_compile.kernels.tiles import Tile, Work, choose
 from te_compile.ops.quantize import padded
 from te_compile.ops.reach import near
 from te_compile.recipe import ScaleRule
@@ -197,11 +198,12 @@ def _norm_kernel(
 
 
 STATISTICS_WARPS = 4
+FEW_ROWS = 32
 
 
 def _tile(rows: int) -> Tile:
     """How much a program of the second launch does: 32 elements a thread; fewer rows where there are few."""
-    return Tile(64, 128, 8) if rows > 32 else Tile(16, 128, 4)
+    return Tile(64, 128, 8) if rows > FEW_ROWS else Tile(16, 128, 4)
 
 
 def _block(columns: int) -> tuple[int, int]:
@@ -242,7 +244,8 @@ def norm_quantize(
             x, weight, bias, eps, scale, dtype, rowwise, emit, y_dtype, rounding, offset, centred
         )
         return y, q, buffers.empty(x, (0,), dtype), amax, scale_inv, mean, rstd
-    tile = tile or _tile(rows)
+    what = ("norm_quantize", kind, y_dtype, dtype, rowwise, columnwise, emit, scale is None)
+    tile = tile or choose(_tile(rows), lambda: Work([x], what, OTHERS if rows > FEW_ROWS else ()))
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
         qt = buffers.empty(x, (columns, padded(rows)) if columnwise else (0,), dtype)

@@ -31,7 +31,8 @@ from te_compile.kernels.launch import launch
 from te_compile.kernels.pointwise_parts import common_width, folding, with_parts_joined
 from te_compile.kernels.pointwise_pieces import piece_arguments
 from te_compile.kernels.pointwise_source import kernels
-from te_compile.kernels.quantize import Tile, rule_constants
+from te_compile.kernels.quantize import rule_constants
+from te_compile.kernels.tiles import Tile, Work, choose
 from te_compile.ops.partial_sums import ROWS
 from te_compile.ops.pieces import period_of, tensors_of
 from te_compile.ops.pointwise import Place, Spec, extent, grouped
@@ -51,6 +52,14 @@ DENSE = Tile(64, 64, 4, registers=64)
 PAIRED = Tile(64, 64, 8)
 
 
+# What may be faster elsewhere.
+OTHERS = (
+    *(TILE, DENSE, PAIRED),
+    *(Tile(64, 64, 4), Tile(64, 64, 2), Tile(64, 128, 8), Tile(64, 64, 8, registers=64), Tile(64, 128, 4)),
+    *(Tile(32, 64, 2), Tile(32, 128, 4), Tile(128, 64, 8)),
+)
+
+
 def tile_for(spec: Spec) -> Tile:
     """How much a program does."""
     if spec.second:
@@ -64,6 +73,20 @@ def tile_for(spec: Spec) -> Tile:
 def _fits_heads(spec: Spec, columns: int) -> bool:
     """Does a tile never reach across heads?"""
     return all(period_of(given.pieces) % columns == 0 for given in spec.inputs if given.pieces)
+
+
+def _adds_alike(tile: Tile, other: Tile) -> bool:
+    """Are columns added up in the same order? Which rows a thread adds, and in which order threads and warps exchange
+    their sums, follows from all that a tile says but its registers."""
+    return dataclasses.replace(tile, registers=None) == dataclasses.replace(other, registers=None)
+
+
+def _work(
+    inputs: list[Tensor], spec: Spec, dtype: torch.dtype, layouts: list[tuple[bool, bool]], unknown: bool
+) -> Work:
+    """What a launch does, for who chooses its tile; ``unknown``: does it find a scale itself?"""
+    others = [tile for tile in OTHERS if not spec.sums or _adds_alike(tile, tile_for(spec))]
+    return Work(inputs, (spec.text(), dtype, layouts, unknown), others)
 
 
 MOST_ROWS_OF_PROGRAMS = 65535  # that one launch may have
@@ -164,7 +187,7 @@ def _produced(
     if not is_within_reach(rows, columns):
         raise ValueError(f"a producer's matrix is {rows} x {columns}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
     inputs = list(map(_near, inputs))
-    tile = tile or tile_for(spec)
+    tile = tile or choose(tile_for(spec), lambda: _work(inputs, spec, dtype, layouts, None in scales))
     if partial_sums:
         tile = dataclasses.replace(tile, rows=ROWS)
     common = common_width(spec, inputs)

@@ -26,7 +26,6 @@ The functions marked ``triton.jit`` without a leading underscore are the vocabul
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,6 +35,7 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.tiles import Tile, Work, choose
 from te_compile.ops.quantize import padded
 from te_compile.ops.reach import near
 from te_compile.recipe import ScaleRule
@@ -63,19 +63,10 @@ E4M3_ASSEMBLY = tl.constexpr(_ASSEMBLY.format("e4m3"))
 E5M2_ASSEMBLY = tl.constexpr(_ASSEMBLY.format("e5m2"))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one program works on, with how many warps, and the most registers of a thread if the compiler is told."""
-
-    rows: int
-    columns: int
-    warps: int
-    registers: int | None = None
-
-
 # 32 elements a thread: four 16-byte loads in flight, runs of 128 bytes in q and of 64 in qᵀ. On an H200 the best of
 # eight, by 3% of 8192 × 4096 and 1% of 8192 × 16384.
 TILE = Tile(64, 128, 8)
+OTHERS = (Tile(64, 64, 4), Tile(64, 128, 4), Tile(32, 128, 4), Tile(64, 64, 8), Tile(128, 64, 8), Tile(64, 256, 8))
 
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -323,11 +314,13 @@ def quantize(
     columnwise: bool,
     rule: ScaleRule,
     measure: bool,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, qᵀ, amax and 1 / scale of x: [M, K] with any strides. ``measure``: the scale may be absent or 0."""
     rows, columns = x.shape
     x = near(x, 0, 1)
+    what = ("quantize", dtype, rowwise, columnwise, scale is None)
+    tile = tile or choose(TILE, lambda: Work([x], what, OTHERS))
     target, epsilon, power_2 = rule_constants(rule, dtype)
     grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
     with on_device_of(x):

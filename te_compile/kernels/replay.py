@@ -17,6 +17,7 @@ say), one that is captured into a CUDA graph, whose memory is made in other ways
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class Replayed:
         self.address_bits = -1 if by_address else 15
         self.tapes: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.met: set[tuple[Any, ...]] = set()
+        _operators.add(self)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the operator."""
@@ -227,6 +229,17 @@ class Replayed:
             self.met.clear()
         self.tapes[kind] = recording.tape(results)
         return results
+
+
+_operators: weakref.WeakSet[Replayed] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Have all kinds of calls recorded anew: their code would do something else now. Places in generated code that are
+    bound go on with what they have."""
+    for operator in list(_operators):
+        operator.tapes.clear()
+        operator.met.clear()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
     TRITON_DTYPES,
-    Tile,
     fp8_words,
     largest_of_four,
     load_tile,
@@ -40,6 +39,7 @@ from te_compile.kernels.quantize import (
     store_words,
 )
 from te_compile.kernels.recording import address_of
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.quantize import padded
 from te_compile.ops.weights import SCALE_STRIDE
 from te_compile.recipe import ScaleRule

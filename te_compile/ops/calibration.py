@@ -11,7 +11,10 @@ stays up, too.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -19,6 +22,13 @@ from te_compile.kernels.recording import here
 
 _waiting: set[int] = set()
 _moments = itertools.count(-1, -1)  # names of what is no state's
+
+
+class _Thread(threading.local):
+    is_later_step = False
+
+
+_thread = _Thread()
 
 
 def expect(state: int) -> None:
@@ -53,4 +63,17 @@ def expect_while_alive(anchor: object) -> int:
 def must_measure(scale: Tensor | None) -> bool:
     """Must a kernel that casts by ``scale`` be ready to find the scale itself?"""
     rehearsal = here.rehearsal
-    return scale is None or (pending() if rehearsal is None else rehearsal.missing)
+    if scale is None or _thread.is_later_step:
+        return scale is None
+    return pending() if rehearsal is None else rehearsal.missing
+
+
+@contextmanager
+def as_in_later_steps() -> Iterator[None]:
+    """In here this thread's kernels trust the scales that they are given, whatever states still lack: for measurements.
+    A tensor that is a scale must have one."""
+    before, _thread.is_later_step = _thread.is_later_step, True
+    try:
+        yield
+    finally:
+        _thread.is_later_step = before

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,32 @@ def rehearse(graph: Graph, missing: bool) -> list[Launch]:
     """The launches of all te:: nodes that Triton kernels run, while scales are ``missing`` or after. Nodes whose shapes
     are not known yet are left out, and so are those whose code asks more of tensors than a fake one can say."""
     notes = Notes(missing)
+    for call in calls_of(graph):
+        rehearse_call(notes, call)
+    return notes.launches
+
+
+class Call(NamedTuple):
+    """What a node calls: the operator's name, its code, and the arguments, whose tensors are fake."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def calls_of(graph: Graph) -> Iterator[Call]:
+    """The calls of the te:: nodes that Triton kernels run, one of each kind."""
     met = set()
     for node in graph.nodes:
         values = _runnable(node)
         if values is not None and (kind := _kind(node, values)) not in met:
             met.add(kind)
-            _rehearse(notes, str(node.target), partial(_function(node), **values), values)
-    return notes.launches
+            yield Call(str(node.target), _function(node), values)
+
+
+def rehearse_call(notes: Notes, call: Call) -> None:
+    """Have ``notes`` told of what ``call`` launches, as far as that is known."""
+    _rehearse(notes, call.name, partial(call.function, **call.arguments), call.arguments)
 
 
 def _kind(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.pointwise import Place, Spec
 from te_compile.recipe import ScaleRule

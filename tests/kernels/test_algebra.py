@@ -11,7 +11,6 @@ from torch import Tensor
 from te_compile.kernels import pointwise
 from te_compile.kernels.algebra import BELL, LOGISTIC, LOGISTIC_SLOPE, NORMAL_CDF, simplified
 from te_compile.kernels.pointwise_functions import ERFC_RATE
-from te_compile.kernels.quantize import Tile
 from te_compile.kernels.spellings import (
     ONE_LESS_TANH_SQUARED,
     ONE_PLUS_ERF,
@@ -19,6 +18,7 @@ from te_compile.kernels.spellings import (
     TIMES_SIGMOID,
     spelled,
 )
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.pointwise import OPERATIONS, Operand, Place, Spec, SpecBuilder, Step, evaluate
 from te_compile.recipe import ScaleRule
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels.norm import norm_quantize
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED, norm_reference, output_dtype
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule

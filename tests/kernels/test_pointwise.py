@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels import pointwise
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_compile.kernels import pointwise
 from te_compile.kernels.pointwise_pieces import runs_of, widest_tile
-from te_compile.kernels.quantize import Tile
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.pieces import Piece
 from te_compile.ops.pointwise import Spec, grouped

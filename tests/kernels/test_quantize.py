@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels.quantize import TILE as TILE_IN_USE
-from te_compile.kernels.quantize import Tile, quantize
+from te_compile.kernels.quantize import quantize
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
 

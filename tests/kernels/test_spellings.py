@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from te_compile.kernels import pointwise
-from te_compile.kernels.quantize import Tile
 from te_compile.kernels.spellings import spelled
+from te_compile.kernels.tiles import Tile
 from te_compile.ops.pointwise import Spec, evaluate
 from te_compile.recipe import ScaleRule
 

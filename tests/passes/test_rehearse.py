@@ -4,7 +4,6 @@ to the first launch."""
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_compile import compilers
-from te_compile.kernels import ahead
 from te_compile.kernels.recording import here
 from te_compile.ops import registry
 from te_compile.ops.quantize import QUANTIZE
 from te_compile.passes.arguments import set_arguments
-from te_compile.passes.manager import Compilation
-from te_compile.passes.plan import Plan
 from te_compile.passes.rehearse import rehearse
 from te_compile.recipe import ScaleRule
 from tests.capturing import traced
@@ -94,49 +89,3 @@ def test_shapes_that_are_not_known_are_left_out(rehearsed: list[tuple[int, bool]
     assert rehearsed == []
     rehearse(graph, False)
     assert rehearsed == [(32, False)]
-
-
-# --- when Inductor compiles ---
-
-
-def kernels_ahead() -> compilers.KernelsAhead:
-    recipe = SimpleNamespace(stateful=True)
-    return compilers.KernelsAhead(Compilation(Plan(), "", ""), SimpleNamespace(recipe=recipe))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def orders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is ordered, each time."""
-    asked: list[Any] = []
-    monkeypatch.setattr(ahead, "is_possible", lambda: True)
-    monkeypatch.setattr(ahead, "compile_ahead", lambda launches: asked.append(launches))
-    monkeypatch.setattr(compilers, "rehearse", lambda graph, missing: [f"missing: {missing}"])
-    return asked
-
-
-def test_what_the_first_step_launches_is_ordered_first(orders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "_is_on_gpu", lambda placeholder: True)
-    kernels = kernels_ahead()
-    kernels.order(graph_of())
-    assert orders == [["missing: True"]]
-    kernels.order_later()
-    assert orders == [["missing: True"], ["missing: False"]]
-
-
-def test_graphs_on_a_cpu_order_nothing(orders: list[Any]) -> None:
-    kernels = kernels_ahead()
-    kernels.order(graph_of())
-    assert orders == [] and kernels.later == []
-
-
-def test_a_rehearsal_that_fails_altogether_fails_no_compilation(
-    orders: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(graph: Graph, missing: bool) -> Any:
-        raise KeyError("nobody thought of this")
-
-    monkeypatch.setattr(compilers, "_is_on_gpu", lambda placeholder: True)
-    monkeypatch.setattr(compilers, "rehearse", fail)
-    with caplog.at_level(logging.WARNING, "te_compile"):
-        kernels_ahead().order(graph_of())
-    assert "nobody thought of this" in caplog.text and orders == []

@@ -30,7 +30,7 @@ from torch._inductor.async_compile import AsyncCompile
 from triton.runtime import _async_compile
 from triton.runtime.cache import get_cache_key
 
-from te_compile import compilers
+from te_compile import compilers, prepared_kernels
 from te_compile.kernels import ahead, compile_worker, native, norm_backward
 from te_compile.kernels import launch as launching
 from te_compile.ops import calibration, registry
@@ -160,7 +160,7 @@ def main(recipe: str, jobs: int) -> None:
     class Noting(compilers.JointPasses):
         def __call__(self, graph: Any) -> None:
             super().__call__(graph)
-            kernels = compilers.KernelsAhead(self.compilation, SimpleNamespace(recipe=chosen))
+            kernels = prepared_kernels.KernelsAhead(self.compilation, SimpleNamespace(recipe=chosen))
             for missing, forms in expected.items():
                 forms.update({launch.form: launch for launch in kernels._launches(graph, missing)})
 

@@ -1,0 +1,94 @@
+"""How much of a matrix one program of a kernel works on, and who decides it.
+
+A launcher names a tile of its own for each kind of work, the best or within a percent of it on the GPUs that it was
+tried on, and others that may be better elsewhere. Which it takes never changes a bit of its results, so tiles may be
+chosen by time. They are where somebody asks for it: passes/time_tiles.py tries them when a graph is compiled, and
+tile_choices.py keeps what it finds. A launch then looks here; where nobody ever asked, that is one look.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program works on, with how many warps, and the most registers of a thread if the compiler is told."""
+
+    rows: int
+    columns: int
+    warps: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which of its ``tiles`` a launcher is to take for a kind of work; the first one is its own answer."""
+
+    device: int
+    kind: str
+    tiles: tuple[Tile, ...]
+
+
+class Work(NamedTuple):
+    """What a launcher is about to do: on which tensors, all else that may decide which tile is the fastest, and the
+    tiles that it could take instead of its own."""
+
+    inputs: Sequence[Tensor]
+    what: tuple[object, ...]
+    others: Sequence[Tile]
+
+    def question(self, own: Tile) -> Question:
+        """The question to a launcher whose own tile is ``own``."""
+        kind = " ".join((*map(str, self.what), *map(_form_of, self.inputs)))
+        return Question(self.inputs[0].get_device(), kind, tuple(dict.fromkeys((own, *self.others))))
+
+
+def _form_of(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}{tuple(x.stride())}".replace(" ", "")
+
+
+@dataclass
+class Trial:
+    """In a trial launchers take ``tile``, or their own if it is None, and leave what they asked."""
+
+    tile: Tile | None = None
+    asked: Question | None = None
+
+
+class _Here(threading.local):
+    trial: Trial | None = None
+
+
+_here = _Here()
+chosen: dict[tuple[int, str], Tile] = {}
+"""The fastest, by device and kind of work; the launcher's own too, where it was found to be that."""
+
+
+def choose(own: Tile, work: Callable[[], Work]) -> Tile:
+    """The tile for this work: the fastest one, where that was found out, or the launcher's ``own``."""
+    trial = _here.trial
+    if trial is None and not chosen:
+        return own
+    question = work().question(own)
+    if trial is not None:
+        trial.asked = question
+        return trial.tile or own
+    found = chosen.get((question.device, question.kind), own)
+    return found if found in question.tiles else own
+
+
+@contextmanager
+def trying(tile: Tile | None = None) -> Iterator[Trial]:
+    """In here this thread's launchers are on trial."""
+    before, _here.trial = _here.trial, Trial(tile)
+    try:
+        yield _here.trial
+    finally:
+        _here.trial = before
