@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from te_compile import again, refresh_weights, reset_state, state
+from te_compile import again, refresh_weights, reset_state
 from te_compile.again import Again, Memory
 from te_compile.kernels import native, player
 from te_compile.ops import calibration
@@ -52,7 +52,7 @@ class Met:
 
 
 @pytest.fixture(autouse=True)
-def met(monkeypatch: pytest.MonkeyPatch) -> Met:
+def met(monkeypatch: pytest.MonkeyPatch, nothing_waits: None) -> Met:
     questions = {**ON_NO_GPU, "current_device": lambda: -1, "stream_of": lambda device: 0}
     monkeypatch.setattr(
         player,
@@ -60,8 +60,6 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Met:
         lambda: {**questions, "flags": list(ON_NO_GPU["flags"]), "runtime": (vars(triton.knobs), "runtime")},
     )
     monkeypatch.setattr(player, "core", native.module)
-    monkeypatch.setattr(calibration, "_waiting", set())  # other tests' states may wait for scales for good
-    monkeypatch.setattr(state, "_waiting", {})
     check = ReferenceRefresher.__call__
 
     def checked(self: Any, weights: Any, *arguments: Any, **named: Any) -> None:

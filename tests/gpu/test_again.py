@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_compile import again, reset_state, state
+from te_compile import again, reset_state
 from te_compile.again import Again, Memory
 from te_compile.kernels import native
-from te_compile.ops import calibration
 from tests.test_weight_cache import step_of
 
 if not torch.cuda.is_available():
@@ -39,10 +38,8 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+def met(monkeypatch: pytest.MonkeyPatch, nothing_waits: None) -> list[Again]:
     """The calls that were like the last one."""
-    monkeypatch.setattr(calibration, "_waiting", set())  # other tests' states may wait for scales for good
-    monkeypatch.setattr(state, "_waiting", {})
     found: list[Again] = []
     of = Memory.of
 
