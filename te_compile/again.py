@@ -1,7 +1,7 @@
 """A call with the weights of the last one, of which nothing is new: that alone is asked before its first kernels.
 
 A GPU that has been waited for is idle until a call's first product is on its way, and the host's caches are cold by
-then: what :mod:`te_compile.runtime` and :mod:`te_compile.weight_cache` look up in 10 µs takes it 100. All of it follows
+then: what :mod:`te_compile.runtime` and :mod:`te_compile.weight_cache` look up in 30 µs takes it 120. All of it follows
 from the weights' identities, addresses and versions and a few counters. So a call whose copies of weights were kept is
 remembered with these, the C++ core asks if they are the same (csrc/python/unchanged.cpp), and then the states and
 copies are those of that call. What is launched stays the same: the copies are checked on the device as before.
