@@ -67,9 +67,14 @@ class Memory:
         copies: Callable[[], Sequence[Tensor]],
         home: dict[int, Again],
         counter: dict[str, int],
+        is_still_so: Callable[[], bool],
     ) -> None:
-        """Remember this call, whose copies ``copies`` checks and returns. home: where, by the identity of the memory.
-        counter: the entry "steps" of it is a number that must stay the same."""
+        """Remember this call, whose copies ``copies`` checks and returns.
+
+        home: where, by the identity of the memory. counter: the entry "steps" of it is a number that must stay the
+        same. is_still_so: are ``states`` and ``copies`` those of such a call? Asked once it is known what must not
+        change from then on, for another thread may have changed it.
+        """
         home.pop(id(self), None)  # what the last one held is free
         plays = player.core()
         weights = [args[position] for position in self.positions]
@@ -80,8 +85,9 @@ class Memory:
         asked["flags"].append((vars(state), "_waiting"))  # such states are looked at, and may change
         numbers = [(state._version, "now"), (counter, "steps")]
         unchanged = plays.unchanged(asked, args, self.positions, numbers, weights[0].get_device())
-        again = home[id(self)] = Again(unchanged, states, copies)
-        self.known[id(weights[0])] = weakref.ref(again)
+        if is_still_so():
+            again = home[id(self)] = Again(unchanged, states, copies)
+            self.known[id(weights[0])] = weakref.ref(again)
 
 
 def _has_a_version(weight: Any) -> bool:

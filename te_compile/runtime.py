@@ -164,10 +164,16 @@ class Runner:
         """The FP8 copies of weights that the graph takes."""
         forward = states[: len(self.positions)]
         found = [each for copies in self.copies for each in copies.inputs(args, forward)]
-        is_of_one_call = self.signature.training and states[-1] is not self.token
-        if self.memory is not None and not is_of_one_call and not calibration.pending():
-            self.copies[0].remember(self.memory, args, states)
+        if self.memory is not None and not calibration.pending():
+            self.copies[0].remember(self.memory, args, states, lambda: self._are_found(args, states))
         return found
+
+    def _are_found(self, args: tuple[Any, ...], states: list[Tensor]) -> bool:
+        """Would a call of these arguments get these states now? None gets the token of one call again."""
+        if not self.positions:
+            return True
+        found, known = self.found.get(id(args[self.positions[0]]), _NOTHING)
+        return found is not None and found[0] == state.version() and list(map(id, known)) == list(map(id, states))
 
     def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
         state.poll()

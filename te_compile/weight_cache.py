@@ -178,15 +178,27 @@ class CopiesOfGroup:
         kept.uses += 1
         return kept.inputs
 
-    def remember(self, memory: Memory, args: tuple[Any, ...], states: Sequence[Tensor]) -> None:
-        """Have ``memory`` remember this call, if its copies have been used as they were more than once."""
-        record = self.records.get(id(args[self.positions[0]]))
+    def remember(
+        self, memory: Memory, args: tuple[Any, ...], states: Sequence[Tensor], are_found: Callable[[], bool]
+    ) -> None:
+        """Have ``memory`` remember this call, if its copies have been used as they were more than once.
+
+        states: what :meth:`inputs` got first, and whatever else the graph takes before its copies. are_found: would a
+        call find these states now?
+        """
+        weights = [args[position] for position in self.positions]
+        record = self.records.get(id(weights[0]))
         kept = None if record is None else record.known[1]
         if record is None or kept is None or kept.uses < _USES:
             return
         copies = kept.repeated(self.gives_amaxes)
-        if copies is not None:
-            memory.remember(args, states, copies, record.calls, record.counter)
+        if copies is None:
+            return
+
+        def is_still_so() -> bool:
+            return record.kept_for(self._key(record, weights, states)) is kept and are_found()
+
+        memory.remember(args, states, copies, record.calls, record.counter, is_still_so)
 
     # --- looking up ---
 

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from te_compile import again, refresh_weights, reset_state
+from te_compile import again, refresh_weights, reset_state, weight_cache
 from te_compile.again import Again, Memory
 from te_compile.kernels import native, player
 from te_compile.ops import calibration
@@ -89,6 +89,17 @@ def settled(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Non
     assert not calibration.pending()
 
 
+def remembered(model: nn.Module, met: Met) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """``model`` compiled and some data, with which it was called until such calls were met again, without gradients."""
+    x, fast = data(), compiled(model)
+    settled(model, fast, x)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            fast(x)
+    assert met.since() > 0
+    return fast, x
+
+
 @RECIPES
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen_by_the_next_call(change: str, recipe: str, met: Met) -> None:
@@ -145,14 +156,12 @@ def test_a_plain_training_remembers_nothing(met: Met) -> None:
 
 
 def test_other_fp8_states_are_seen(met: Met) -> None:
-    model, x = Chain(), data()
-    fast = compiled(model)
-    settled(model, fast, x)
+    model = Chain()
+    fast, x = remembered(model, met)
     saved = {name: entry.clone() for name, entry in state_dict(model).items()}
     with torch.no_grad():
-        for _ in range(CALLS):
-            before = fast(x)
-        assert met.since() > 0
+        before = fast(x)
+        assert met.since() == 1
         reset_state(model)
         fast(1000 * x)
         assert met.since() == 0
@@ -161,13 +170,9 @@ def test_other_fp8_states_are_seen(met: Met) -> None:
 
 
 def test_a_word_about_a_change_is_enough(met: Met, launches: Launches) -> None:
-    model, x = Chain(), data()
-    fast = compiled(model)
-    settled(model, fast, x)
+    model = Chain()
+    fast, x = remembered(model, met)
     with torch.no_grad():
-        for _ in range(CALLS):
-            fast(x)
-        assert met.since() > 0
         launches.since()
         refresh_weights(model)
         fast(x)
@@ -176,13 +181,9 @@ def test_a_word_about_a_change_is_enough(met: Met, launches: Launches) -> None:
 
 def test_what_is_remembered_goes_with_the_copies(launches: Launches, met: Met) -> None:
     """With a step of training, and with the model."""
-    model, x = Chain(), data()
-    fast = compiled(model)
-    settled(model, fast, x)
-    with torch.no_grad():
-        for _ in range(CALLS):
-            fast(x)
-    assert met.since() > 0 and launches.alive() > 0
+    model = Chain()
+    fast, x = remembered(model, met)
+    assert launches.alive() > 0
     made = [each() for each in launches.made if each() is not None]
     CHANGES["SGD"](model)
     train_step(model, fast, x)
@@ -274,6 +275,31 @@ def test_what_is_of_one_call_alone_is_not_remembered(met: Met, monkeypatch: pyte
     assert met.since() > 0
 
 
+def test_a_call_that_is_captured_is_not_remembered_for_its_stream(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes copies of its own. Those that are kept are of another stream, after which nothing here is ordered."""
+    now = {"capturing": False, "stream": 0}
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: now["capturing"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now["stream"], raising=False)
+    questions = player.questions()
+    questions |= {"is_capturing": lambda: now["capturing"], "stream_of": lambda device: now["stream"]}
+    monkeypatch.setattr(player, "questions", lambda: {**questions, "flags": list(questions["flags"])})
+    model, x = Chain(), data()
+    fast = compiled(model)
+    settled(model, fast, x)
+    with torch.no_grad():
+        fast(x)
+        for group in weight_cache._caches:
+            monkeypatch.setattr(group, "is_cuda", True)
+        for _ in range(CALLS):
+            fast(x)
+        assert met.since() > 0
+        now.update(capturing=True, stream=7)
+        fast(x)
+        now.update(capturing=False)
+        fast(x)
+        assert met.since() == 0
+
+
 def test_without_the_core_nothing_is_remembered(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(player, "core", lambda: None)
     model, x = Chain(), data()
@@ -287,7 +313,7 @@ def test_without_the_core_nothing_is_remembered(met: Met, monkeypatch: pytest.Mo
 
 def test_weights_without_a_version_are_not_remembered(core_arguments: tuple[Tensor, ...]) -> None:
     memory, home = Memory([0]), dict[int, Again]()
-    memory.remember(core_arguments, [], list, home, {"steps": 0})
+    memory.remember(core_arguments, [], list, home, {"steps": 0}, lambda: True)
     assert not home and not memory.known
 
 
@@ -302,7 +328,7 @@ def core_arguments(request: pytest.FixtureRequest) -> tuple[Tensor, ...]:
 def test_a_memory_holds_nothing_that_its_home_has_given_up() -> None:
     memory, home, counter = Memory([0]), dict[int, Again](), {"steps": 0}
     weight, held = nn.Parameter(torch.randn(3)), torch.randn(3)
-    memory.remember((weight,), [held], partial(list, [held]), home, counter)
+    memory.remember((weight,), [held], partial(list, [held]), home, counter, lambda: True)
     found = memory.of((weight,))
     assert found is not None and found.states == (held,) and found.copies() == [held]
     reference = weakref.ref(held)
