@@ -3,7 +3,7 @@
 A GPU that has been waited for is idle until its next step's first product is on its way, and much of that time goes by
 in AOTAutograd and at the beginning of Inductor's code. Where the graph begins with a norm or a cast of its input and
 the product that reads it, as that of a block compiled by itself does, the runner knows all that these need, so it has
-them played first (``early`` in csrc/python/place.cpp) and the generated code finds the results there. What needs no
+them played first (csrc/python/start.cpp) and the generated code finds the results there. What needs no
 copies of weights is played even before these are looked after. On an H200 this takes 0.09 ms off a layer's training
 step of 10.3, and 0.025 off its forward of 3.15, switched on and off from call to call.
 
@@ -38,7 +38,7 @@ copies of weights, and its place among those."""
 
 
 @dataclass(frozen=True)
-class Step:
+class _Step:
     """A call that can be played early. offsets: bytes into each source."""
 
     place: Any
@@ -54,7 +54,7 @@ class HeadStart:
         self.looks = MOST_LOOKS if wanted else 0
         self.misses = 0
         self.start: Any = None  # plays ``steps``, as far as there is what they take: csrc/python/start.cpp
-        self.steps: list[Step] = []
+        self.steps: list[_Step] = []
 
     def __call__(self, states: Sequence[Any], copies_of_now: Callable[[], Sequence[Any]], args: Sequence[Any]) -> Any:
         """Run the graph, whose inputs are the FP8 ``states``, the copies of weights, which are asked for once, and
@@ -97,8 +97,8 @@ class FirstSteps:
 
     def __init__(self, given: Sequence[Sequence[Any]]) -> None:
         self.given, self.made, self.seen = given, list[Sequence[Any]](), 0
-        self.before: list[Step] = []
-        self.steps: list[Step] = []  # with the product, once that was seen
+        self.before: list[_Step] = []
+        self.steps: list[_Step] = []  # with the product, once that was seen
 
     def __call__(self, call: BoundCall) -> bool:
         """Note a call if it needs nothing but what is given and what those noted made; are more of interest?"""
@@ -106,7 +106,7 @@ class FirstSteps:
         found = [_source_of(tensor, self.given, self.made) for tensor in call.tensors]
         known = [each for each in found if each is not None]
         if len(known) == len(found):
-            self.before.append(Step(call.place, [source for source, _ in known], [offset for _, offset in known]))
+            self.before.append(_Step(call.place, [source for source, _ in known], [offset for _, offset in known]))
             self.made.append(_listed(call.results))
             if call.name == _PRODUCT:
                 self.steps = self.before

@@ -212,28 +212,6 @@ PyObject* call_place(PyObject* self, PyObject* const* arguments, size_t flags, P
   }
 }
 
-/// (tensors, offsets) -> results, which the next call takes if it is this one; None if it cannot be played now.
-PyObject* early(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1])) {
-    return PyErr_Format(PyExc_TypeError, "early takes (tensors: list, offsets: list)");
-  }
-  if (PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1])) Py_RETURN_NONE;
-  const auto length = static_cast<size_t>(PyList_GET_SIZE(arguments[0]));
-  std::vector<Ref> tensors;
-  std::vector<PyObject*> borrowed;
-  std::vector<intptr_t> offsets;
-  for (size_t at = 0; at < length; ++at) {
-    const auto place = static_cast<Py_ssize_t>(at);
-    tensors.push_back(Ref::to(PyList_GET_ITEM(arguments[0], place)));
-    borrowed.push_back(tensors.back().get());
-    offsets.push_back(static_cast<intptr_t>(PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], place))));
-    if (PyErr_Occurred() != nullptr) return nullptr;
-  }
-  PyObject* const results = play_early(self, borrowed.data(), offsets.data(), length);
-  if (results == nullptr && PyErr_Occurred() == nullptr) Py_RETURN_NONE;
-  return results;
-}
-
 PyObject* forget(PyObject* self, PyObject*) { return PyBool_FromLong(forget_early(self)); }
 
 int traverse_place(PyObject* self, visitproc visit, void* arg) {
@@ -329,8 +307,6 @@ PyGetSetDef place_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyMethodDef place_methods[] = {
-    {"early", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&early)), METH_FASTCALL,
-     "(tensors, offsets) -> results, or None if it cannot be played now; see head_start.py"},
     {"forget", &forget, METH_NOARGS, "Drop what was played early; was anything that no call took?"},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,7 +1,7 @@
 """How much of a matrix one program of a kernel works on, and who decides it.
 
-A launcher names a tile of its own for each kind of work, the best or within a percent of it on the GPUs that it was
-tried on, and others that may be better elsewhere. Which it takes never changes a bit of its results, so tiles may be
+A launcher names a tile of its own for each kind of work, a good one on the GPUs that it was tried on, and others that
+may be better for some shapes or elsewhere. Which it takes never changes a bit of its results, so tiles may be
 chosen by time. They are where somebody asks for it: passes/time_tiles.py tries them when a graph is compiled, and
 tile_choices.py keeps what it finds. A launch then looks here; where nobody ever asked, that is one look.
 """

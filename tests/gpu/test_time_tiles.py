@@ -17,6 +17,7 @@ from te_compile.kernels.tiles import Tile
 from te_compile.passes import time_tiles
 from tests.compiling import BACKEND
 from tests.needs import FP8_GPU
+from tests.passes.test_time_tiles import forget
 
 pytestmark = [*FP8_GPU, pytest.mark.usefixtures("fresh_dynamo")]
 BF16, WIDTH, STEPS = torch.bfloat16, 256, 3
@@ -45,14 +46,6 @@ def trained(model: nn.Module, batches: list[Tensor], options: dict[str, Any]) ->
         seen += [y.detach(), x.grad, *(gradient.clone() for gradient in gradients if gradient is not None)]
         model.zero_grad()
     return seen
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process one that has read nothing yet."""
-    chosen: dict[tuple[int, str], Tile] = {}
-    for module in (tiles, tile_choices):
-        monkeypatch.setattr(module, "chosen", chosen)
-    monkeypatch.setattr(tile_choices, "_loaded", set())
 
 
 @pytest.fixture

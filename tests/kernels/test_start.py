@@ -82,6 +82,8 @@ def test_wrong_calls_are_refused_by_name(core: Any, around: Around) -> None:
         core.start([(3, [], [])], PLAIN)
     with pytest.raises(ValueError, match="as many"):
         core.start([(both.first, [(-1, 0)], [])], PLAIN)
+    with pytest.raises((TypeError, RuntimeError)):
+        core.start([(both.first, [(-1, 0)], ["4"])], PLAIN)
     with pytest.raises(ValueError, match="from 0"):
         core.start([(both.first, [(-1, -1)], [0])], PLAIN)
     with pytest.raises(TypeError):
