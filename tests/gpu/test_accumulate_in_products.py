@@ -159,5 +159,5 @@ def test_a_backward_pass_makes_no_memory_for_gradients_that_are_there(added: lis
         y.backward(dy)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # But for a scalar, which either may have freed before its peak.
-    assert peaks[1] - peaks[0] >= size * size * 2 - 512
+    assert peaks[0] <= 2 * x.numel(), "more than the FP8 gradient of the output, in both layouts"
+    assert peaks[1] >= size * size * 2
