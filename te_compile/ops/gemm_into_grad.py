@@ -7,9 +7,9 @@
 gradient left to return for that input. The sum is rounded as ``te::gemm`` rounds one: at most as often as by autograd.
 Which of the two it is shows when autograd runs the backward, and not before (te_compile/accumulated_gradients.py).
 
-``place`` says which of the ``inputs`` tensors of the graph it is about, ``size`` how that is shaped: [M, N], but for a
-convolution that is a linear. The result may be None though the schema says Tensor: PyTorch makes that an undefined
-tensor, as autograd does with a gradient that is none.
+``place`` says which of the ``inputs`` tensors of the graph it is about, ``size`` how that is shaped: [M, N] as a rule,
+else of as many elements, for a convolution that is a linear or a linear that reads a view. The result may be None
+though the schema says Tensor: PyTorch makes that an undefined tensor, as autograd does with a gradient that is none.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ def _gemm_alone(
     return y
 
 
+def _is_product(a: Tensor, size: list[int]) -> bool:
+    """Is ``size``, of as many elements as a product of ``a``, that of the product itself?"""
+    return len(size) == 2 and size[0] == a.shape[0]
+
+
 def into_grad(gemm: Callable[..., Tensor], add: Callable[..., Any]) -> Callable[..., Tensor | None]:
     """The operator's code. gemm: that of te::gemm; add: :func:`add_to_grad`; or what calls either of them faster."""
 
@@ -102,8 +107,8 @@ def into_grad(gemm: Callable[..., Tensor], add: Callable[..., Any]) -> Callable[
         grad = gradient_to_add_to(place, inputs, size, out_dtype, a.device)
         if grad is None:
             y = gemm(a, b, a_scale_inv, b_scale_inv, None, out_dtype, accumulation, label, None, implementation)
-            return y if len(size) == 2 else y.view(size)
-        matrix = grad if len(size) == 2 else grad.view(a.shape[0], b.shape[0])
+            return y if _is_product(a, size) else y.view(size)
+        matrix = grad if _is_product(a, size) else grad.view(a.shape[0], b.shape[0])
         add(a, b, a_scale_inv, b_scale_inv, matrix, accumulation, implementation)
         added_to(grad)
         return None

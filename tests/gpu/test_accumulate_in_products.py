@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from te_compile.kernels import native, player
 from te_compile.ops import gemm_into_grad
+from te_compile.ops.gemm import gemm_reference
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from tests.compiling import compiled, gradients, te_nodes
@@ -66,6 +67,25 @@ def test_each_sum_is_as_near_as_autograds_replayed_or_not(
         step = 0.5 * torch.finfo(dtype).eps * (product.abs() + exact.abs()) + unrounded
         assert bool(((gradient.double() - exact).abs() <= step).all())
     assert len(add.tapes) == 1 and None not in add.tapes.values(), "it is not replayed"
+
+
+@pytest.mark.parametrize("size", [[2 * M, N // 2], [M // 2, 2 * N], [M, N // 4, 2, 2]])
+def test_a_gradient_of_another_shape_gets_the_same_sum(size: list[int], by: str) -> None:
+    """Beside memory that is somebody else's: a product written by the wrong shape would end there."""
+    from te_compile.direct import CALLS
+
+    function = CALLS.gemm_into_grad.site()
+    weight = nn.Parameter(torch.zeros(size, device="cuda"))
+    memory = torch.zeros(3, M * N, device="cuda")
+    weight.grad = memory[1].view(size)
+    given = operands()
+    for count in range(1, 7):
+        assert (
+            into_parameter(weight, lambda: function(*given, torch.float32, "split", "", size, 1, 2, "cublaslt")) is None
+        )
+        product = gemm_reference(*given, None, torch.float32, "split")
+        torch.testing.assert_close(memory[1].view(M, N), count * product, rtol=1e-3, atol=0.05 * count)
+        assert not memory[0].any() and not memory[2].any()
 
 
 class Mlp(nn.Module):

@@ -110,11 +110,12 @@ def test_outside_of_a_backward_pass_it_is_a_product(operands: Operands) -> None:
     assert torch.equal(y, gemm_reference(*operands, None, torch.bfloat16, "split"))
 
 
-def test_a_gradient_of_more_dimensions(operands: Operands) -> None:
-    size = [M, N // 4, 2, 2]
+@pytest.mark.parametrize("size", [[M, N // 4, 2, 2], [2 * M, N // 2], [M // 2, 2 * N], [M * N]])
+@pytest.mark.parametrize("function", [GEMM_INTO_GRAD, CALLS.gemm_into_grad.site()])
+def test_a_gradient_of_another_shape_than_the_product(operands: Operands, size: list[int], function: Any) -> None:
     weight = nn.Parameter(torch.zeros(size))
     for count in (1, 2):
-        into_parameter(weight, lambda: GEMM_INTO_GRAD(*operands, torch.float32, "split", "fc wgrad", size, 1, 2))
+        into_parameter(weight, lambda: function(*operands, torch.float32, "split", "fc wgrad", size, 1, 2))
         expected = count * gemm_reference(*operands, None, torch.float32, "split")
         torch.testing.assert_close(weight.grad, expected.view(size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -99,7 +100,21 @@ class Patches(nn.Module):
         return self.embed(x)
 
 
-@pytest.mark.parametrize(("model", "x"), [(Transposed, (ROWS, WIDTH)), (Patches, (2, 2, 16, 16))])
+class Viewed(nn.Module):
+    """A weight that is stored as a matrix of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * INNER, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [M, WIDTH]."""
+        return F.linear(x, self.weight.view(INNER, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"), [(Transposed, (ROWS, WIDTH)), (Patches, (2, 2, 16, 16)), (Viewed, (ROWS, WIDTH))]
+)
 def test_weights_of_other_shapes_get_sums_of_theirs(model: type[nn.Module], x: tuple[int, ...]) -> None:
     module, batches = model(), [torch.randn(x) for _ in range(3)]
     (weight,) = module.parameters()
@@ -116,6 +131,33 @@ def test_weights_of_other_shapes_get_sums_of_theirs(model: type[nn.Module], x: t
                 run(each).square().mean().backward()
         assert [given.shape for given in rewritten(records[0]).values()] == ([weight.shape] if option else [])
         sums.append(weight.grad)
+    assert torch.equal(*sums)
+
+
+class InHeads(nn.Module):
+    """A linear that reads its input's rows in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, INNER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [M, 2 · WIDTH]."""
+        return self.fc(x.unflatten(-1, (2, WIDTH)))
+
+
+def test_an_input_that_is_read_as_a_matrix_of_another_shape() -> None:
+    model, sums = InHeads(), []
+    start, batches = torch.randn(ROWS, 2 * WIDTH), [torch.randn(ROWS, 2, INNER) for _ in range(3)]
+    for option in (True, False):
+        torch._dynamo.reset()
+        x = start.clone().requires_grad_()
+        with manager.recording() as records:
+            run = compiled(copy.deepcopy(model), accumulate_in_products=option)
+            for each in batches:
+                run(x).backward(each)
+        assert ("fc dgrad" in rewritten(records[0])) == option
+        sums.append(x.grad)
     assert torch.equal(*sums)
 
 
