@@ -9,11 +9,13 @@ up by the parameter itself, so one compiled graph serves every block that shares
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.compilers import captures_cuda_graphs, compiler_of
@@ -116,9 +118,21 @@ def _deferred(gm: GraphModule, chosen: Options, compilation: manager.Compilation
     return places
 
 
+def _of_the_user(gm: GraphModule) -> Iterator[Any]:
+    """The tensors that ``gm`` and the graphs in it hold as attributes, and the modules without a graph in them."""
+    for module in gm.modules():
+        if not any(isinstance(each, GraphModule) for each in module.modules()):
+            yield module
+        held = itertools.chain(vars(module).values(), module._parameters.values(), module._buffers.values())
+        yield from (each for each in held if isinstance(each, Tensor))
+
+
 def _own_copy(gm: GraphModule) -> GraphModule:
-    """A copy to rewrite, for Dynamo reads its own graph again; with what deepcopy forgets and CUDA graphs need."""
-    copied = copy.deepcopy(gm)
+    """A copy to rewrite, for Dynamo reads its own graph again; with what deepcopy forgets and CUDA graphs need.
+
+    Of graphs alone: tensors, an optimizer's parameters for one, and the modules that a graph calls are the user's own.
+    """
+    copied = copy.deepcopy(gm, {id(each): each for each in _of_the_user(gm)})
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source
     placeholders = zip(gm.graph.find_nodes(op="placeholder"), copied.graph.find_nodes(op="placeholder"), strict=True)
