@@ -28,7 +28,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
-from te_compile.passes.linear_einsums import einsum_site, is_einsum
+from te_compile.passes.linear_einsums import adds_nothing_up, einsum_site, is_einsum
 from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Region
@@ -127,7 +127,7 @@ def _addmm_site(region: Region, node: Node, weights: Weights) -> Site | None:
 def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     """Any other product that has a parameter among its operands."""
     known = node.target in _PRODUCTS if node.op == "call_function" else node.target in _PRODUCT_METHODS
-    if not known:
+    if not known or adds_nothing_up(node):
         return None
     form = _PRODUCTS[node.target] if node.op == "call_function" else str(node.target)
     added = argument(node, 0, "input") if form.removesuffix("_") in _PRODUCTS_WITH_ADDEND else None

@@ -83,17 +83,29 @@ def is_einsum(node: Node) -> bool:
     return node.op == "call_function" and node.target is torch.einsum and isinstance(node.args[0], str)
 
 
-def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
-    """A site for an einsum that is a linear; None for any other."""
+def _operands_and_terms(node: Node) -> tuple[list[Any], list[tuple[str, ...]] | None]:
+    """What the einsum reads, and the letters of each and of its result; None if it is unusual."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = [*operands[0]]
     values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in operands]
-    if len(operands) != 2 or any(not isinstance(value, Tensor) for value in values):
+    if any(not isinstance(value, Tensor) for value in values):
+        return operands, None
+    return operands, _terms(str(equation), [value.dim() for value in values])
+
+
+def adds_nothing_up(node: Node) -> bool:
+    """Is ``node`` an einsum that multiplies numbers and adds none of the products, as an outer product is?"""
+    terms = _operands_and_terms(node)[1] if is_einsum(node) else None
+    return terms is not None and all(letter in terms[-1] for term in terms[:-1] for letter in term)
+
+
+def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
+    """A site for an einsum that is a linear; None for any other."""
+    operands, terms = _operands_and_terms(node)
+    if len(operands) != 2 or terms is None:
         return None
-    terms = _terms(str(equation), [value.dim() for value in values])
-    for place in (1, 0) if terms is not None else ():
-        assert terms is not None
+    for place in (1, 0):
         letters = _Letters(terms[1 - place], terms[place], terms[2])
         site = _site_of(region, node, weights, letters, operands[1 - place], operands[place])
         if site is not None:

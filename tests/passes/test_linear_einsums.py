@@ -130,3 +130,19 @@ def test_an_einsum_that_is_no_linear_is_left_and_reported(
 def test_an_einsum_of_two_activations_is_no_linear() -> None:
     _, plan = regions_and_plan(lambda x: torch.einsum("bqd,bkd->bqk", x, x.sin()), torch.randn(2, 5, 32))
     assert not plan.sites
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"),
+    [("bsd,dn->bsdn", (32, 16)), ("bsd,dn->nbds", (32, 16)), ("...d,dn->...dn", (32, 16)), ("bsd,bd->bsd", (2, 32))],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_einsum_that_adds_nothing_up_is_no_product(equation: str, shape: tuple[int, ...], first: bool) -> None:
+    """A state space model's decay, an outer product, is not reported, and strict has nothing to say of it."""
+    if first:
+        x, _, rest = equation.partition(",")
+        weight, _, result = rest.partition("->")
+        equation = f"{weight},{x}->{result}"
+    model, x = Einsum(equation, *shape, first=first), torch.randn(2, 5, 32)
+    assert regions_and_plan(model, x)[1].sites == []
+    assert torch.equal(compiled(model, strict=True)(x), model(x))
