@@ -156,7 +156,7 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
         return None
     last = site.name.rpartition(".")[2]
     weight = site.root_weight or site.weight
-    if weight is not None and (weight in tables or _is_table(weight)):
+    if weight is not None and (weight in tables or _is_table(weight)) and not _is_picked_from(site):
         why = "its weight is tied to an embedding"
     elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
@@ -173,12 +173,20 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
     return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"
 
 
-def by_router(site: Site, options: Options) -> Verdict:
-    """Routers pick experts: a small error flips a discrete choice."""
+def _is_picked_from(site: Site) -> bool:
+    """Does the largest or smallest of what ``site`` gives decide what is computed next?"""
     known = _SAME_VALUES | _ARITHMETIC | _ROUTING
-    if site.features[1] <= 1024 and any(map(_picks, _reached(site.node, lambda node: _name(node) in known))):
-        why = "its result picks experts, and FP8 rounding would change the pick"
-        return Cause.RULE, f"a router: {why}; nothing to do: FP8 would lose accuracy"
+    return site.features[1] <= 1024 and any(map(_picks, _reached(site.node, lambda node: _name(node) in known)))
+
+
+def by_router(site: Site, options: Options) -> Verdict:
+    """Routers pick experts, and codebooks entries: a small error flips a discrete choice."""
+    if _is_picked_from(site):
+        weight = site.root_weight or site.weight
+        is_table = weight is not None and _is_table(weight)
+        what, picked = ("a codebook", "entries of a table") if is_table else ("a router", "experts")
+        why = f"its result picks {picked}, and FP8 rounding would change the pick"
+        return Cause.RULE, f"{what}: {why}; nothing to do: FP8 would lose accuracy"
     return None
 
 

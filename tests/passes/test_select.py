@@ -448,3 +448,25 @@ def test_the_fp8_share_leaves_out_what_rules_and_users_keep() -> None:
     model, x = WithWideOne(a=(32, 48), odd=(32, 20), lm_head=(32, 1600)), torch.randn(5, 32)
     assert planned(model, x).fp8_flops_fraction == pytest.approx(48 / (48 + 20))
     assert planned(model, x, exclude=["odd"]).fp8_flops_fraction == 1.0
+
+
+class Codebook(nn.Module):
+    """Takes for each row the nearest entry of a table, as a quantising autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.table, self.decode = nn.Linear(64, 32), nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, entries = self.encode(x), self.table.weight
+        distances = z.square().sum(-1, keepdim=True) - 2 * z @ entries.t() + entries.square().sum(1)
+        return self.decode(z + (self.table(distances.argmin(-1)) - z).detach())
+
+
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_a_codebook_is_no_head_though_its_weight_is_a_table(lm_head: bool) -> None:
+    sites = {site.name: site for site in planned(Codebook(), torch.randn(16, 64), lm_head=lm_head).sites}
+    assert sites["encode"].status == sites["decode"].status == "fp8"
+    assert sites["table"].cause is Cause.RULE and sites["table"].reason.startswith(
+        "a codebook: its result picks entries"
+    )
