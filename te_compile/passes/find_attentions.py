@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from te_compile.passes.captured_nodes import argument
 from te_compile.passes.find_linears import STAYS_CLOSED
@@ -23,7 +23,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS
-from te_compile.passes.regions import Region
+from te_compile.passes.regions import Left, Region
 from te_compile.passes.undo_repeated_heads import COPIES_STAY, UNDONE
 
 _CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
@@ -73,11 +73,11 @@ def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
             yield Attention(module_name(node, None, own), node, "stays", node.meta[STAYS_CLOSED])
 
 
-def find_attentions(regions: list[Region], left: list[tuple[str, GraphModule]], plan: Plan) -> int:
+def find_attentions(regions: list[Region], left: list[Left], plan: Plan) -> int:
     """Fill ``plan`` with every attention of ``regions``, and of bodies that were ``left`` alone; returns how many."""
     for region in regions:
         plan.attentions.extend(_attentions_in(region.graph))
-    for operator_name, body in left:
+    for operator_name, body, _ in left:
         reason = f"it is inside the higher-order op {operator_name}, whose body is left alone; move it out of there"
         plan.attentions.extend(_attentions_in(body.graph, reason))
     return len(plan.attentions)

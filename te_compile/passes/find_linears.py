@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.nn import Parameter
 
 from te_compile.flat_parameters import parameter_of
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
+from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
-from te_compile.passes.linear_einsums import adds_nothing_up, einsum_site, is_einsum
+from te_compile.passes.linear_einsums import einsum_site, is_a_batch
 from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
-from te_compile.passes.regions import Region
+from te_compile.passes.regions import Left, Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
 _PRODUCTS: dict[Any, str] = {
@@ -143,6 +144,8 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
+    if is_a_batch(node):
+        in_general = "this einsum is a batch of products; write it as torch.bmm(x, weights) for FP8"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
     return site
@@ -180,13 +183,18 @@ def _sites_in(region: Region, weights: Weights) -> Iterator[Site]:
                 break
 
 
-def _sites_left(operator_name: str, body: GraphModule) -> Iterator[Site]:
-    """The linears of a body that no pass enters, for the report alone."""
-    inside = Region(body)
+def _sites_left(left: Left, parameters: Mapping[Node, Parameter]) -> Iterator[Site]:
+    """The linears of a body that no pass enters, for the report alone; parameters: the root's."""
+    inside = Region(left.body)
     held = {node: value for node in inside.placeholders if isinstance(value := value_of(node), Parameter)}
+    held |= {node: parameters[outside] for node, outside in left.handed.items() if outside in parameters}
+    own = own_variable(inside.graph)
     for site in _sites_in(inside, Weights([inside], held)):
+        if site.weight in left.handed:
+            site.root_weight = left.handed[site.weight]
+            site.name = module_name(site.node, site.root_weight, own)
         site.cause = None  # whatever else is wrong with it
-        why = f"inside the higher-order op {operator_name}, whose body is left alone"
+        why = f"inside the higher-order op {left.operator}, whose body is left alone"
         site.keep(Cause.UNSUPPORTED, f"{why}; move it out of there for FP8")
         yield site
 
@@ -200,7 +208,7 @@ def _keep_what_makes_weights(sites: list[Site]) -> None:
             site.keep(Cause.RULE, f"{why}; nothing to do: FP8 here would round it twice")
 
 
-def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], example_inputs: Any, plan: Plan) -> int:
+def find_linears(regions: list[Region], left: list[Left], example_inputs: Any, plan: Plan) -> int:
     """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
     root = regions[0]
     for placeholder, example in zip(root.placeholders, example_inputs, strict=True):
@@ -211,6 +219,6 @@ def find_linears(regions: list[Region], left: list[tuple[str, GraphModule]], exa
     for region in regions:
         plan.sites.extend(_sites_in(region, weights))
     _keep_what_makes_weights(plan.sites)
-    for operator_name, body in left:
-        plan.sites.extend(_sites_left(operator_name, body))
+    for each in left:
+        plan.sites.extend(_sites_left(each, plan.parameters))
     return len(plan.sites)

@@ -12,7 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
@@ -99,6 +99,35 @@ class Region:
         return self.parent.send_out(result)
 
 
+_OF_THE_USER = "autograd_function_apply"
+"""torch.autograd.Function: a body for forward and one for backward, which computes gradients of the first."""
+
+
+class Left(NamedTuple):
+    """A body that is left alone, the higher-order op that runs it, and what the root hands in for its placeholders, as
+    far as that is known."""
+
+    operator: str
+    body: GraphModule
+    handed: dict[Node, Node]
+
+
+def _forward_of(region: Region, call: Node) -> Any:
+    """The body of a user's forward; the other one computes gradients of it."""
+    forward: Any = call.args[0]
+    return getattr(region.module, str(forward.target), None)
+
+
+def _handed(region: Region, call: Node, body: GraphModule) -> dict[Node, Node]:
+    """The root's nodes that the placeholders of a user's forward stand for."""
+    operands, placeholders = call.args[2:], body.graph.find_nodes(op="placeholder")
+    if len(operands) != len(placeholders):
+        return {}
+    pairs = zip(placeholders, operands, strict=True)
+    known = {inner: region.at_root(outer) for inner, outer in pairs if isinstance(outer, Node)}
+    return {inner: outer for inner, outer in known.items() if outer is not None}
+
+
 def _bodies(region: Region) -> Iterator[tuple[Node, str, GraphModule]]:
     for node in region.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
@@ -109,18 +138,20 @@ def _bodies(region: Region) -> Iterator[tuple[Node, str, GraphModule]]:
                         yield node, node.target.name(), body
 
 
-def regions_of(module: GraphModule) -> tuple[list[Region], list[tuple[str, GraphModule]]]:
-    """All regions that passes may rewrite, the root first; and (op, body) of those that must be left alone."""
+def regions_of(module: GraphModule) -> tuple[list[Region], list[Left]]:
+    """All regions that passes may rewrite, the root first; and the bodies that must be left alone."""
     entered: list[Region] = [Region(module)]
-    left: list[tuple[str, GraphModule]] = []
+    left: list[Left] = []
     for region in entered:
         found, transformed = list(_bodies(region)), transforms_around(region.graph)
         calls = Counter(id(body) for _, _, body in found)
         for call, name, body in found:
             if name in ENTERED and calls[id(body)] == 1 and call not in transformed:
                 entered.append(Region(body, region, call))
-            else:
-                left.append((name, body))
-    for _, body in left:  # what is inside of those is left with them
-        left += [(name, inner) for _, name, inner in _bodies(Region(body))]
+            elif name != _OF_THE_USER:
+                left.append(Left(name, body, {}))
+            elif body is _forward_of(region, call):
+                left.append(Left(name, body, _handed(region, call, body)))
+    for each in left:  # what is inside of those is left with them
+        left += [Left(name, inner, {}) for _, name, inner in _bodies(Region(each.body))]
     return entered, left

@@ -30,6 +30,7 @@ from torch.fx import Graph, Node
 from torch.nn import Parameter
 
 from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, wrapped_kind, written_by
+from te_compile.passes.einsum_letters import adds_nothing_up
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
 
@@ -123,7 +124,7 @@ def _shows_the_same_matrix(node: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return called(node) in _PRODUCTS or node.target is F.linear
+    return (called(node) in _PRODUCTS and not adds_nothing_up(node)) or node.target is F.linear
 
 
 def is_given(node: Node) -> bool:

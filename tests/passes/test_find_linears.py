@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import te_compile
 from te_compile.passes.plan import Cause
 from tests.capturing import only_site, regions_and_plan
 from tests.compiling import compiled, cosine, train_step
+from tests.passes.test_regions import Own
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -300,3 +302,26 @@ def test_one_weight_used_twice_is_two_sites_of_one_root_weight() -> None:
     _, plan = regions_and_plan(model, torch.randn(5, 32))
     first, second = plan.sites
     assert first.root_weight is second.root_weight and first.node is not second.node
+
+
+class Inside(nn.Module):
+    """A linear whose product is in a torch.autograd.Function, beside one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"own": nn.Linear(32, 32, bias=False)})
+        self.plain = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(Own.apply(x, self.block["own"].weight))
+
+
+@pytest.mark.parametrize("pattern", ["block.own", "block.*"])
+def test_a_linear_in_a_function_of_the_users_is_one_and_goes_by_the_name_of_its_weight(pattern: str) -> None:
+    model, x = Inside(), torch.randn(4, 32, requires_grad=True)
+    report = te_compile.explain(model, x, options={"compiler": "aot_eager", "cost_model": False})
+    rows = {row.name: row for row in report.rows}
+    assert {name: row.status for name, row in rows.items()} == {"block.own": "kept", "plain": "fp8"}
+    assert len(report.rows) == 2 and "autograd_function_apply" in rows["block.own"].reason
+    torch._dynamo.reset()
+    train_step(model, compiled(model, strict=True, exclude=[pattern]), x)

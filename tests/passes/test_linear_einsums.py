@@ -146,3 +146,26 @@ def test_an_einsum_that_adds_nothing_up_is_no_product(equation: str, shape: tupl
     model, x = Einsum(equation, *shape, first=first), torch.randn(2, 5, 32)
     assert regions_and_plan(model, x)[1].sites == []
     assert torch.equal(compiled(model, strict=True)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"), [("ecd,edf->ecf", (4, 32, 48)), ("ecd,efd->ecf", (4, 48, 32)), ("bec,ecf->bef", (4, 32, 48))]
+)
+def test_a_batch_of_products_is_told_what_runs_in_fp8(equation: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(4, 5, 32) if equation.startswith("ecd") else torch.randn(5, 4, 32)
+    (site,) = regions_and_plan(Einsum(equation, *shape), x)[1].sites
+    assert site.cause is Cause.UNSUPPORTED and "torch.bmm" in site.reason and "no product" not in site.reason
+
+
+def test_a_weight_may_come_from_an_einsum_that_adds_nothing_up() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.rows = nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.rand(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.einsum("kn,k->kn", self.weight, self.rows)
+
+    model, x = Scaled(), torch.randn(5, 32)
+    assert only_site(model, x).status == "fp8"
+    assert relative_error(compiled(model, strict=True)(x), model(x)) < 0.1

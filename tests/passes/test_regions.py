@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,4 +102,29 @@ def test_a_higher_order_operator_that_is_not_entered_is_reported() -> None:
         gm, _ = captured(branch, torch.randn(4, 16))
     regions, left = regions_of(gm)
     assert len(regions) == 1
-    assert [name for name, _ in left] == ["cond", "cond"]
+    assert [each.operator for each in left] == ["cond", "cond"]
+
+
+class Own(torch.autograd.Function):
+    """A linear with a backward of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.t() @ x
+
+
+def test_of_a_users_function_the_forward_alone_is_reported_and_what_it_is_given_is_known() -> None:
+    weight = nn.Parameter(torch.randn(16, 16))
+    gm, _ = captured(lambda x: Own.apply(x, weight).sin(), torch.randn(4, 16))
+    _, (left,) = regions_of(gm)
+    assert left.operator == "autograd_function_apply"
+    assert [node.target for node in left.body.graph.nodes if node.target is torch._C._nn.linear]
+    outside = gm.graph.find_nodes(op="placeholder")
+    inside = left.body.graph.find_nodes(op="placeholder")
+    assert list(left.handed) == inside and set(left.handed.values()) == set(outside)

@@ -1,0 +1,54 @@
+"""What torch.einsum is asked for: the letters of its operands and of its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from te_compile.passes.captured_nodes import value_of
+
+
+def _terms(equation: str, dimensions: list[int]) -> list[tuple[str, ...]] | None:
+    """The letters of each operand and of the result; an ellipsis becomes numbered dimensions. None if it is unusual."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    given = left.split(",")
+    if not arrow or len(given) != len(dimensions):
+        return None
+    terms, covered = [], 0
+    for term, length in zip(given, dimensions, strict=True):
+        before, dots, after = term.partition("...")
+        extra = length - len(before) - len(after)
+        if extra < 0 or (not dots and extra) or "." in before + after:
+            return None
+        covered = max(covered, extra)
+        # An ellipsis is aligned at its end, as broadcasting is.
+        terms.append((*before, *map(str, range(extra - 1, -1, -1)), *after))
+    before, dots, after = right.partition("...")
+    if covered and not dots:
+        return None
+    return [*terms, (*before, *map(str, range(covered - 1, -1, -1)), *after)]
+
+
+def is_einsum(node: Node) -> bool:
+    """Is ``node`` a call of torch.einsum with an equation?"""
+    return node.op == "call_function" and node.target is torch.einsum and isinstance(node.args[0], str)
+
+
+def operands_and_terms(node: Node) -> tuple[list[Any], list[tuple[str, ...]] | None]:
+    """What the einsum reads, and the letters of each and of its result; None if it is unusual."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = [*operands[0]]
+    values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in operands]
+    if any(not isinstance(value, Tensor) for value in values):
+        return operands, None
+    return operands, _terms(str(equation), [value.dim() for value in values])
+
+
+def adds_nothing_up(node: Node) -> bool:
+    """Is ``node`` an einsum that multiplies numbers and adds none of the products, as an outer product is?"""
+    terms = operands_and_terms(node)[1] if is_einsum(node) else None
+    return terms is not None and all(letter in terms[-1] for term in terms[:-1] for letter in term)
