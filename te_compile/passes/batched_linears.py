@@ -64,29 +64,41 @@ def batched_site(region: Region, node: Node, weights: Weights) -> Site | None:
     form, features = called(node), (in_features, out_features)
     site = Site("", form, region, node, size_hint(tokens), features, x, weight, added, linears=experts)
     site.root_weight = matrix.owner
-    if experts > MOST_EXPERTS:
-        why = f"{form} of {experts} experts, of which FP8 takes up to {MOST_EXPERTS}; use F.grouped_mm for more"
-        site.keep(Cause.UNSUPPORTED, why)
+    keep_if_many(site)
     site.spell = partial(_spelled, weights=weights)
     return site
+
+
+def keep_if_many(site: Site) -> None:
+    """Keep a batch of too many products to be written out."""
+    if site.linears > MOST_EXPERTS:
+        why = (
+            f"{site.form} of {site.linears} experts, of which FP8 takes up to {MOST_EXPERTS}; use F.grouped_mm for more"
+        )
+        site.keep(Cause.UNSUPPORTED, why)
+
+
+def one_by_one(write: Writer, site: Site, x: Node, weight: Node, weights: Weights) -> tuple[Node, list[Site]]:
+    """Write x [E, …, K] · weight [E, K, N] out; returns the results [E, …, N] and a site for each expert."""
+    xs, experts = (write.method("unbind", each, 0) for each in (x, weight))
+    parts = [[write.call(operator.getitem, whole, index) for whole in (xs, experts)] for index in range(site.linears)]
+    products = [write.product(torch.matmul, part, expert) for part, expert in parts]
+    spelled = []
+    for (part, expert), product in zip(parts, products, strict=True):
+        each = replace(site, node=product, x=part, bias=None, linears=1, spell=None)
+        each.multiplies_by(weights.weight(expert, site.region, transposed=True))
+        spelled.append(each)
+    return write.call(torch.stack, products), spelled
 
 
 def _spelled(site: Site, weights: Weights) -> tuple[Node, list[Site]]:
     """Write the product out; returns the result and a site for each expert."""
     assert site.x is not None and site.weight is not None
     write = Writer(site.node)
-    xs, experts = (write.method("unbind", each, 0) for each in (site.x, site.weight))
-    parts = [[write.call(operator.getitem, whole, index) for whole in (xs, experts)] for index in range(site.linears)]
-    products = [write.product(torch.matmul, x, expert) for x, expert in parts]
-    result = write.call(torch.stack, products)
+    result, spelled = one_by_one(write, site, site.x, site.weight, weights)
     if site.bias is not None:
         result = write.call(operator.add, result, site.bias)
         # Autocast casts what baddbmm adds, but no operand of a sum.
         if value_of(result).dtype != value_of(site.node).dtype:
             result = write.method("to", result, value_of(site.node).dtype)
-    spelled = []
-    for (x, expert), product in zip(parts, products, strict=True):
-        each = replace(site, node=product, x=x, bias=None, linears=1, spell=None)
-        each.multiplies_by(weights.weight(expert, site.region, transposed=True))
-        spelled.append(each)
     return write.laid_out_like(result, site.node), spelled

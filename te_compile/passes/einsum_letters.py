@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,3 +53,40 @@ def adds_nothing_up(node: Node) -> bool:
     """Is ``node`` an einsum that multiplies numbers and adds none of the products, as an outer product is?"""
     terms = operands_and_terms(node)[1] if is_einsum(node) else None
     return terms is not None and all(letter in terms[-1] for term in terms[:-1] for letter in term)
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The dimensions of an einsum by their kinds, in the order of the activation, the weight and the result."""
+
+    x: tuple[str, ...]
+    weight: tuple[str, ...]
+    result: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Those of the activation and the result."""
+        return tuple(each for each in self.result if each in self.x)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Those of the activation and the weight."""
+        return tuple(each for each in self.weight if each in self.x)
+
+    @property
+    def new(self) -> tuple[str, ...]:
+        """Those of the weight alone."""
+        return tuple(each for each in self.weight if each not in self.x)
+
+    def are_a_linear(self) -> bool:
+        """Is every letter a row, one that is summed over, or a new one of the result, and each there once?"""
+        named = (self.x, self.weight, self.result)
+        if any(len(set(letters)) != len(letters) for letters in named) or not self.summed or not self.new:
+            return False
+        if set(self.summed) & set(self.result):  # a batch of products
+            return False
+        return set(self.x) == {*self.rows, *self.summed} and set(self.result) == {*self.rows, *self.new}
+
+    def permutation(self, have: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
+        """Where each of the letters ``wanted`` is among those that a tensor has."""
+        return [have.index(each) for each in wanted]

@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.nn import Parameter
 
 from te_compile.flat_parameters import parameter_of
+from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
 from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
@@ -29,7 +30,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
-from te_compile.passes.linear_einsums import einsum_site, is_a_batch
+from te_compile.passes.linear_einsums import einsum_site
 from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Left, Region
@@ -144,8 +145,6 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
-    if is_a_batch(node):
-        in_general = "this einsum is a batch of products; write it as torch.bmm(x, weights) for FP8"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
     return site
@@ -164,6 +163,7 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
     (is_batched_product, batched_site),
     (is_grouped_product, grouped_site),
     (is_einsum, einsum_site),
+    (is_einsum, batched_einsum_site),
     (is_convolution, convolution_site),
     (lambda node: node.op in ("call_function", "call_method"), _other_site),
 )

@@ -3,13 +3,13 @@
 An einsum of an activation and a weight is a linear if every letter is one of three kinds: a row (of the activation and
 the result), a feature that is summed over (of both operands, not of the result), a new feature (of the weight and the
 result). Then the weight is a matrix from the summed features to the new ones, whatever the order of the letters. With a
-letter that all three have, an expert's or a head's, it is a batch of products and no linear.
+letter that all three have, an expert's or a head's, it is a batch of them: batched_einsums.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,55 +18,11 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from te_compile.passes.captured_nodes import size_hint, value_of
-from te_compile.passes.einsum_letters import is_einsum, operands_and_terms
+from te_compile.passes.einsum_letters import Letters, operands_and_terms
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 from te_compile.passes.writing import Writer
-
-
-@dataclass(frozen=True)
-class _Letters:
-    """The dimensions of an einsum by their kinds, in the order of the activation, the weight and the result."""
-
-    x: tuple[str, ...]
-    weight: tuple[str, ...]
-    result: tuple[str, ...]
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return tuple(each for each in self.result if each in self.x)
-
-    @property
-    def summed(self) -> tuple[str, ...]:
-        return tuple(each for each in self.weight if each in self.x)
-
-    @property
-    def new(self) -> tuple[str, ...]:
-        return tuple(each for each in self.weight if each not in self.x)
-
-    def are_a_linear(self) -> bool:
-        named = (self.x, self.weight, self.result)
-        if any(len(set(letters)) != len(letters) for letters in named) or not self.summed or not self.new:
-            return False
-        if set(self.summed) & set(self.result):  # a batch of products
-            return False
-        return set(self.x) == {*self.rows, *self.summed} and set(self.result) == {*self.rows, *self.new}
-
-    def permutation(self, have: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
-        return [have.index(each) for each in wanted]
-
-
-def is_a_batch(node: Node) -> bool:
-    """Is ``node`` an einsum that is torch.bmm in other letters: one of them is of both operands and of the result?"""
-    terms = operands_and_terms(node)[1] if is_einsum(node) else None
-    if terms is None or len(terms) != 3:
-        return False
-    batch = set.intersection(*map(set, terms))
-    one, other, result = (tuple(each for each in term if each not in batch) for term in terms)
-    return len(batch) == 1 and (
-        _Letters(one, other, result).are_a_linear() or _Letters(other, one, result).are_a_linear()
-    )
 
 
 def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
@@ -75,14 +31,14 @@ def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
     if len(operands) != 2 or terms is None:
         return None
     for place in (1, 0):
-        letters = _Letters(terms[1 - place], terms[place], terms[2])
+        letters = Letters(terms[1 - place], terms[place], terms[2])
         site = _site_of(region, node, weights, letters, operands[1 - place], operands[place])
         if site is not None:
             return site
     return None
 
 
-def _site_of(region: Region, node: Node, weights: Weights, letters: _Letters, x: Any, weight: Any) -> Site | None:
+def _site_of(region: Region, node: Node, weights: Weights, letters: Letters, x: Any, weight: Any) -> Site | None:
     """The einsum as a linear of ``x`` with ``weight``; None if it is none."""
     shape, x_shape = value_of(weight).shape, value_of(x).shape
     sizes = dict(zip(letters.weight, shape, strict=True))
@@ -102,7 +58,7 @@ def _site_of(region: Region, node: Node, weights: Weights, letters: _Letters, x:
     return site
 
 
-def _joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:
+def joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:
     """``node`` with its dimensions in ``order``, then the last ``groups[-1]`` made one, and those before likewise."""
     if order != sorted(order):
         node = write.method("permute", node, *order)
@@ -114,17 +70,17 @@ def _joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]
     return node
 
 
-def _spelled(site: Site, letters: _Letters, sizes: dict[str, int], weights: Weights) -> tuple[Node, list[Site]]:
+def _spelled(site: Site, letters: Letters, sizes: dict[str, int], weights: Weights) -> tuple[Node, list[Site]]:
     """Write the einsum as a product of x [..., K] with a matrix; returns the result and the one site."""
     node, (rows, summed, new) = site.node, (letters.rows, letters.summed, letters.new)
     assert site.x is not None and site.weight is not None
     write = Writer(node)
-    x = _joined(write, site.x, letters.permutation(letters.x, rows + summed), (len(summed),))
+    x = joined(write, site.x, letters.permutation(letters.x, rows + summed), (len(summed),))
     # As stored where the weight's letters allow: te::linear reads [K, N] and [N, K] alike.
     stored_nk = letters.weight == new + summed
     order = new + summed if stored_nk else summed + new
     groups = (len(new), len(summed)) if stored_nk else (len(summed), len(new))
-    weight = _joined(write, site.weight, letters.permutation(letters.weight, order), groups)
+    weight = joined(write, site.weight, letters.permutation(letters.weight, order), groups)
     product = write.product(F.linear if stored_nk else torch.matmul, x, weight)
     result = product
     if len(new) > 1:

@@ -111,7 +111,7 @@ def test_heads_of_an_attention_written_with_einsums_train_inside_a_checkpoint() 
 @pytest.mark.parametrize(
     ("equation", "x_shape", "shape"),
     (
-        ("bmd,mdk->bmk", (5, 4, 32), (4, 32, 48)),  # a batch of products
+        ("bmnd,mndk->bmnk", (5, 2, 2, 32), (2, 2, 32, 48)),  # batches of two letters
         ("bsd,dn->bn", (2, 5, 32), (32, 48)),  # a sum over rows
         ("bsd,dn->bs", (2, 5, 32), (32, 48)),  # a sum over new features
         ("bsd,n->bsdn", (2, 5, 32), (48,)),  # an outer product
@@ -146,15 +146,6 @@ def test_an_einsum_that_adds_nothing_up_is_no_product(equation: str, shape: tupl
     model, x = Einsum(equation, *shape, first=first), torch.randn(2, 5, 32)
     assert regions_and_plan(model, x)[1].sites == []
     assert torch.equal(compiled(model, strict=True)(x), model(x))
-
-
-@pytest.mark.parametrize(
-    ("equation", "shape"), [("ecd,edf->ecf", (4, 32, 48)), ("ecd,efd->ecf", (4, 48, 32)), ("bec,ecf->bef", (4, 32, 48))]
-)
-def test_a_batch_of_products_is_told_what_runs_in_fp8(equation: str, shape: tuple[int, ...]) -> None:
-    x = torch.randn(4, 5, 32) if equation.startswith("ecd") else torch.randn(5, 4, 32)
-    (site,) = regions_and_plan(Einsum(equation, *shape), x)[1].sites
-    assert site.cause is Cause.UNSUPPORTED and "torch.bmm" in site.reason and "no product" not in site.reason
 
 
 def test_a_weight_may_come_from_an_einsum_that_adds_nothing_up() -> None:
