@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,20 @@ class Letters:
             return False
         return set(self.x) == {*self.rows, *self.summed} and set(self.result) == {*self.rows, *self.new}
 
+    def without(self, letter: str) -> Letters:
+        """The same where none of the three has ``letter``."""
+        terms = (self.x, self.weight, self.result)
+        return Letters(*(tuple(each for each in term if each != letter) for term in terms))
+
     def permutation(self, have: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
         """Where each of the letters ``wanted`` is among those that a tensor has."""
         return [have.index(each) for each in wanted]
+
+
+def readings(node: Node) -> Iterator[tuple[Letters, Node, Node]]:
+    """How an einsum of two operands may be read as an activation and a weight: the letters, and which is which."""
+    operands, terms = operands_and_terms(node)
+    if len(operands) == 2 and terms is not None:
+        for weight in (1, 0):
+            x = 1 - weight
+            yield Letters(terms[x], terms[weight], terms[2]), operands[x], operands[weight]

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
 from te_compile.passes.captured_nodes import size_hint, value_of
-from te_compile.passes.einsum_letters import Letters, operands_and_terms
+from te_compile.passes.einsum_letters import Letters, readings
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
@@ -27,22 +26,21 @@ from te_compile.passes.writing import Writer
 
 def einsum_site(region: Region, node: Node, weights: Weights) -> Site | None:
     """A site for an einsum that is a linear; None for any other."""
-    operands, terms = operands_and_terms(node)
-    if len(operands) != 2 or terms is None:
-        return None
-    for place in (1, 0):
-        letters = Letters(terms[1 - place], terms[place], terms[2])
-        site = _site_of(region, node, weights, letters, operands[1 - place], operands[place])
+    for letters, x, weight in readings(node):
+        site = site_of(region, node, weights, letters, x, weight)
         if site is not None:
+            site.spell = partial(_spelled, letters=letters, weights=weights)
             return site
     return None
 
 
-def _site_of(region: Region, node: Node, weights: Weights, letters: Letters, x: Any, weight: Any) -> Site | None:
-    """The einsum as a linear of ``x`` with ``weight``; None if it is none."""
-    shape, x_shape = value_of(weight).shape, value_of(x).shape
+def site_of(
+    region: Region, node: Node, weights: Weights, letters: Letters, x: Node, weight: Node, expert: str = ""
+) -> Site | None:
+    """The einsum as a linear of ``x`` with ``weight``, or as one for each ``expert``; None if it is none."""
+    linear, shape, x_shape = letters.without(expert), value_of(weight).shape, value_of(x).shape
     sizes = dict(zip(letters.weight, shape, strict=True))
-    if not letters.are_a_linear() or any(not isinstance(size, int) for size in shape):
+    if not linear.are_a_linear() or any(not isinstance(size, int) for size in shape):
         return None
     # Einsum broadcasts dimensions of size one; a linear does not.
     if any(x_shape[letters.x.index(each)] != sizes[each] for each in letters.summed):
@@ -51,11 +49,10 @@ def _site_of(region: Region, node: Node, weights: Weights, letters: Letters, x: 
         matrix = weights.matrix(weight, region)
     except NotAWeightError:
         return None
-    rows = math.prod(size_hint(x_shape[letters.x.index(each)]) for each in letters.rows)
-    features = math.prod(sizes[each] for each in letters.summed), math.prod(sizes[each] for each in letters.new)
-    site = Site("", "einsum", region, node, rows, features, x, weight, root_weight=matrix.owner)
-    site.spell = partial(_spelled, letters=letters, sizes=sizes, weights=weights)
-    return site
+    rows = math.prod(size_hint(x_shape[letters.x.index(each)]) for each in linear.rows)
+    features = math.prod(sizes[each] for each in linear.summed), math.prod(sizes[each] for each in linear.new)
+    linears = sizes.get(expert, 1)
+    return Site("", "einsum", region, node, rows, features, x, weight, linears=linears, root_weight=matrix.owner)
 
 
 def joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:
@@ -70,7 +67,15 @@ def joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...])
     return node
 
 
-def _spelled(site: Site, letters: Letters, sizes: dict[str, int], weights: Weights) -> tuple[Node, list[Site]]:
+def apart(write: Writer, node: Node, letters: tuple[str, ...], weight: Node, all_of_weight: tuple[str, ...]) -> Node:
+    """``node``, whose last dimension is ``letters`` of ``weight`` joined, with one for each."""
+    if len(letters) < 2:
+        return node
+    sizes = dict(zip(all_of_weight, value_of(weight).shape, strict=True))
+    return write.method("unflatten", node, -1, tuple(sizes[each] for each in letters))
+
+
+def _spelled(site: Site, letters: Letters, weights: Weights) -> tuple[Node, list[Site]]:
     """Write the einsum as a product of x [..., K] with a matrix; returns the result and the one site."""
     node, (rows, summed, new) = site.node, (letters.rows, letters.summed, letters.new)
     assert site.x is not None and site.weight is not None
@@ -82,9 +87,7 @@ def _spelled(site: Site, letters: Letters, sizes: dict[str, int], weights: Weigh
     groups = (len(new), len(summed)) if stored_nk else (len(summed), len(new))
     weight = joined(write, site.weight, letters.permutation(letters.weight, order), groups)
     product = write.product(F.linear if stored_nk else torch.matmul, x, weight)
-    result = product
-    if len(new) > 1:
-        result = write.method("unflatten", result, -1, tuple(sizes[each] for each in new))
+    result = apart(write, product, new, site.weight, letters.weight)
     back = letters.permutation(rows + new, letters.result)
     if back != sorted(back):
         result = write.method("permute", result, *back)

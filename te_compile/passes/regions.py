@@ -100,7 +100,7 @@ class Region:
 
 
 _OF_THE_USER = "autograd_function_apply"
-"""torch.autograd.Function: a body for forward and one for backward, which computes gradients of the first."""
+"""torch.autograd.Function: first a body for forward, then one for its gradients, which has no linears of the model."""
 
 
 class Left(NamedTuple):
@@ -110,12 +110,6 @@ class Left(NamedTuple):
     operator: str
     body: GraphModule
     handed: dict[Node, Node]
-
-
-def _forward_of(region: Region, call: Node) -> Any:
-    """The body of a user's forward; the other one computes gradients of it."""
-    forward: Any = call.args[0]
-    return getattr(region.module, str(forward.target), None)
 
 
 def _handed(region: Region, call: Node, body: GraphModule) -> dict[Node, Node]:
@@ -131,7 +125,7 @@ def _handed(region: Region, call: Node, body: GraphModule) -> dict[Node, Node]:
 def _bodies(region: Region) -> Iterator[tuple[Node, str, GraphModule]]:
     for node in region.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
-            for argument in node.args:
+            for argument in node.args[:1] if node.target.name() == _OF_THE_USER else node.args:
                 if isinstance(argument, Node) and argument.op == "get_attr":
                     body = getattr(region.module, str(argument.target), None)
                     if isinstance(body, GraphModule):
@@ -148,10 +142,8 @@ def regions_of(module: GraphModule) -> tuple[list[Region], list[Left]]:
         for call, name, body in found:
             if name in ENTERED and calls[id(body)] == 1 and call not in transformed:
                 entered.append(Region(body, region, call))
-            elif name != _OF_THE_USER:
-                left.append(Left(name, body, {}))
-            elif body is _forward_of(region, call):
-                left.append(Left(name, body, _handed(region, call, body)))
+            else:
+                left.append(Left(name, body, _handed(region, call, body) if name == _OF_THE_USER else {}))
     for each in left:  # what is inside of those is left with them
         left += [Left(name, inner, {}) for _, name, inner in _bodies(Region(each.body))]
     return entered, left
