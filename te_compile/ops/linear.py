@@ -88,7 +88,8 @@ class _Linear(torch.autograd.Function):
             along_k, weight_amax, weight_scale_inv = quantized_weight(weight, weight_scale, config, forward=True)
             along_n = weight
         q, qt, amax, scale_inv = QUANTIZE(x, x_scale, config.forward, True, True, config.rule)
-        y = GEMM(q, along_k, scale_inv, weight_scale_inv, bias, out_dtype, "fast", f"{config.name} forward")
+        added = _bias_of_result(bias, out_dtype)
+        y = GEMM(q, along_k, scale_inv, weight_scale_inv, added, out_dtype, "fast", f"{config.name} forward")
         ctx.save_for_backward(qt, scale_inv, along_n, weight_scale_inv, grad_scale, weight_scale)
         ctx.config, ctx.has_slot = config, slot is not None
         ctx.x_dtype, ctx.weight_dtype, ctx.out_dtype = x.dtype, weight.dtype, out_dtype
@@ -129,6 +130,15 @@ class _Linear(torch.autograd.Function):
         if not ctx.has_slot:
             grad_amax = None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, grad_amax, None, None, None
+
+
+def _bias_of_result(bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+    """``bias`` as a product with a result of ``out_dtype`` adds it.
+
+    Under autocast parameters are wider than results. PyTorch rounds the bias there, as it does the weight, and what a
+    product adds on its way out has its result's 16 bits; a wider one would take two more passes over the result.
+    """
+    return bias if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
 
 
 def quantized_weight(

@@ -59,6 +59,22 @@ def test_values_and_gradients_are_the_textbooks(transposed: bool) -> None:
     assert relative_error(db, expected_db) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_is_rounded_to_a_result_of_16_bits_and_its_gradient_is_not(dtype: torch.dtype) -> None:
+    """As under autocast, where parameters have 32: a product adds no other on its way out."""
+    x, weight, bias = leaves()
+    codes, transposed, _, scale_inv = quantize_reference(weight.detach(), None, E4M3, True, True, RULE)
+    operands = codes, transposed, scale_inv, None, None, None, dtype, config().text()
+    y, *_ = LINEAR(x, weight, bias, *operands)
+    rounded = bias.detach().to(dtype).requires_grad_()
+    expected, *_ = LINEAR(x, weight, rounded, *operands)
+    assert y.dtype == dtype and torch.equal(y, expected)
+    dy = torch.randn_like(y)
+    (db,) = torch.autograd.grad(y, bias, dy)
+    assert db.dtype == torch.float32
+    assert torch.equal(db, dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("scale", [None, 0.0, 3.0])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_linear_that_quantises_its_weight_gives_the_same_bits(scale: float | None, transposed: bool) -> None:
