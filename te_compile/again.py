@@ -81,10 +81,8 @@ class Memory:
         if plays is None or self.tries == MOST_TRIES or not all(map(_has_a_version, weights)):
             return
         self.tries += 1
-        asked = player.questions()
-        asked["flags"].append((vars(state), "_waiting"))  # such states are looked at, and may change
         numbers = [(state._version, "now"), (counter, "steps")]
-        unchanged = plays.unchanged(asked, args, self.positions, numbers, weights[0].get_device())
+        unchanged = plays.unchanged(player.questions(), args, self.positions, numbers, weights[0].get_device())
         if is_still_so():
             again = home[id(self)] = Again(unchanged, states, copies)
             self.known[id(weights[0])] = weakref.ref(again)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -62,17 +64,18 @@ def new_token(slots: int, device: torch.device) -> Tensor:
     return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
 
 
-def _token_of_one_call(token: Tensor) -> Tensor:
-    """One for a call whose scales may be missing, to its backward too: it lives as long as that may come.
+def _token_of_one_call(token: Tensor) -> tuple[Tensor, int]:
+    """One for a call whose scales may be missing, to its backward too: it lives as long as that may come. And the name
+    of that time.
 
     In the same memory, because CUDA graphs know it by its address. A loop may hold on to its loss, which keeps the
     token alive, so a backward that has run and let its graph go says so itself; compiled autograd would trace that.
     """
     own = token.detach().requires_grad_()
-    moment = calibration.expect_while_alive(own)
+    moment = calibration.moment_of(own)
     if not autograd_is_compiled():
         own.register_hook(partial(_backward_has_run, moment))
-    return own
+    return own, moment
 
 
 @torch._dynamo.disable
@@ -98,7 +101,24 @@ _Found = tuple[int, list[int], list[torch.device]]
 """All that the states of weights were found by: what :func:`te_compile.state.version` was then, and of each weight the
 identity and the device."""
 
-_NOTHING: tuple[_Found | None, list[Tensor]] = None, []
+
+@dataclass(frozen=True)
+class _States:
+    """What a call is handed for its weights: their states and, when it trains, the token; and which states these are.
+
+    The numbers are those of te_compile/state.py; a call without gradients has none of ``backward``.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+
+    def lack_scales(self) -> bool:
+        """May one of them have none yet?"""
+        return state.lack_scales(self.forward) or state.lack_scales(self.backward)
+
+
+_NOTHING: tuple[_Found | None, _States] = None, _States()
 _device_of = attrgetter("device")
 
 
@@ -125,7 +145,7 @@ class Runner:
         self.signature, self.history_length = signature, history_length(recipe)
         self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
-        self.found: dict[int, tuple[_Found, list[Tensor]]] = {}  # by the id of the first weight
+        self.found: dict[int, tuple[_Found, _States]] = {}  # by the id of the first weight
         self.copies = [
             CopiesOfGroup(group, [given.index(weight) for weight in group.weights], replays_cuda_graphs)
             for group in signature.groups
@@ -140,7 +160,24 @@ class Runner:
         again = None if self.memory is None else self.memory.of(args)
         if again is not None and not (self.signature.slots and checkpoints() is not None):
             return self.head_start(again.states, again.copies, args)
-        states = self._states(args) if self.positions else []
+        states = self._states(args) if self.positions else _States()
+        if states.lack_scales():
+            return self._without_all_scales(states, args)
+        return self._called(states.tensors.copy(), args)
+
+    def _without_all_scales(self, states: _States, args: tuple[Any, ...]) -> Any:
+        """A call that reads a state which may lack its scale: kernels are ready for that, and those of its backward."""
+        tensors, moment = states.tensors.copy(), None
+        if self.signature.training:
+            tensors[-1], moment = _token_of_one_call(tensors[-1])
+        # A gradient's scale, which may never come, is no business of the forward pass.
+        with calibration.expected() if state.lack_scales(states.forward) else nullcontext():
+            results = self._called(tensors, args)
+            if moment is not None:
+                calibration.expect(moment)
+        return results
+
+    def _called(self, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         if self.signature.slots and (around := checkpoints()) is not None:
             return self._checkpointed(around, states, args)
         return self.head_start(states, lambda: self._copies(args, states), args)
@@ -173,9 +210,10 @@ class Runner:
         if not self.positions:
             return True
         found, known = self.found.get(id(args[self.positions[0]]), _NOTHING)
-        return found is not None and found[0] == state.version() and list(map(id, known)) == list(map(id, states))
+        is_current = found is not None and found[0] == state.version()
+        return is_current and list(map(id, known.tensors)) == list(map(id, states))
 
-    def _states(self, args: tuple[Any, ...]) -> list[Tensor]:
+    def _states(self, args: tuple[Any, ...]) -> _States:
         state.poll()
         given = [args[position] for position in self.positions]
         weights = self._parameters(given)
@@ -188,11 +226,7 @@ class Runner:
             states = self._looked_up(weights, given)
             if state.version() == version and not isinstance(weights[0], FakeTensor):
                 self.found[by[1][0]] = by, states
-        state.keep_if_captured(states)
-        states = states.copy()
-        # Not for what other calls have left, or calls that keep each other waiting would never have done.
-        if self.signature.training and calibration.pending() and calibration.awaits_states():
-            states[-1] = _token_of_one_call(states[-1])
+        state.keep_if_captured(states.tensors)
         return states
 
     def _parameters(self, given: list[Tensor]) -> list[Tensor]:
@@ -201,7 +235,7 @@ class Runner:
             return given
         return [each if (parameter := parameter_of(each)) is None else parameter for each in given]
 
-    def _looked_up(self, weights: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    def _looked_up(self, weights: list[Tensor], given: list[Tensor]) -> _States:
         training = self.signature.training
         ids = list(map(id, weights))  # the same one twice, if another became it after Dynamo had looked
         states = [
@@ -211,11 +245,12 @@ class Runner:
             )
             for at, weight in enumerate(weights)
         ]  # fmt: skip
-        extra = [each.forward for each in states]
+        found = _States([each.forward for each in states], [each.forward_number for each in states])
         if training:
-            extra += [each.backward for each in states]
-            extra.append(self._token_on(extra[0].device))
-        return extra
+            found.tensors.extend(each.backward for each in states)
+            found.tensors.append(self._token_on(states[0].forward.device))
+            found.backward.extend(each.backward_number for each in states)
+        return found
 
     def _token_on(self, device: torch.device) -> Tensor:
         """The input whose gradient carries the amaxes; its values are never read."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_compile.ops import calibration
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
 from te_compile.recipe import FP32_MAX, Format
@@ -50,7 +49,7 @@ class StateError(ValueError):
     """State that does not fit the model or a file that holds none; the message names the entries or the path."""
 
 
-_numbers = itertools.count()  # names of state tensors for calibration
+_numbers = itertools.count()  # names of state tensors
 
 
 @dataclass(eq=False)
@@ -273,8 +272,13 @@ _looks: dict[torch.device, _Look] = {}
 _pause = _calls_left = 0
 
 
+def lack_scales(numbers: Iterable[int]) -> bool:
+    """Has one of these state tensors not been seen to have all its scales yet?"""
+    return bool(_waiting) and any(number in _waiting for number in numbers)
+
+
 def poll() -> None:
-    """Tell calibration about states that have got a scale by now. For each compiled call; free once all have one.
+    """Find out about states that have got a scale by now. For each compiled call; free once all have one.
 
     A look is a copy of the scales to pinned memory, read at a later call when it has arrived. If states are left the
     next look comes after twice as many calls, so a row that never gets a scale (a weight that is all zero) costs
@@ -337,17 +341,16 @@ def _read(look: _Look) -> None:
 
 
 def _await_scales(state: ParameterState, direction: str) -> None:
-    """Let kernels be ready for scales of 0 until every row of this direction has one; look at the next call."""
+    """Calls with this state let kernels be ready for scales of 0 until every row of this direction has one; look at the
+    next call."""
     global _pause, _calls_left
     _pause = _calls_left = 0
     number = state.forward_number if direction == "forward" else state.backward_number
     _waiting[number] = (weakref.ref(state), direction)
-    calibration.expect(number)
 
 
 def _stop_waiting(number: int) -> None:
     _waiting.pop(number, None)
-    calibration.settle(number)
 
 
 # --- what a file brings ---------------------------------------------------------------------------------------------

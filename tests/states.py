@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from te_compile import state as module
 from te_compile.state import LONGEST_PAUSE, ParameterState, poll, state_of
 
 LENGTH = 5
@@ -37,3 +38,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def poll_often() -> None:
     for _ in range(2 * LONGEST_PAUSE):
         poll()
+
+
+def scales_are_missing() -> bool:
+    """Is there a state, of whatever model, that has not been seen to have its scales?"""
+    return module.lack_scales(list(module._waiting))

@@ -7,6 +7,7 @@ repeated, and questions are answered for a device that there is. tests/gpu/test_
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from te_compile.state_files import load_state_dict, state_dict
 from tests.backend.models import Chain
 from tests.compiling import compiled, gradients, train_step
 from tests.kernels.test_replay import ON_NO_GPU
+from tests.states import scales_are_missing
 from tests.test_weight_cache import CHANGES, Launches, Packed, data
 from tests.test_weight_cache import launches as launches
 
@@ -86,7 +88,7 @@ def settled(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Non
     """Until every scale is known, in the backward too."""
     for _ in range(2):
         train_step(model, run, x)
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def remembered(model: nn.Module, met: Met) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -120,6 +122,18 @@ def test_every_change_is_seen_by_the_next_call(change: str, recipe: str, met: Me
             assert met.since() > 0
         y = data()
         assert torch.equal(fast(y), plain(y))
+
+
+def test_a_model_that_never_gets_its_scales_has_no_other_forgotten(met: Met) -> None:
+    fast, x = remembered(Chain(), met)
+    other = compiled(Chain())
+    with torch.no_grad():
+        for _ in range(CALLS):
+            other(x)
+        assert scales_are_missing() and met.since() == 0, "such a model is not remembered"
+        for _ in range(CALLS):
+            fast(x)
+    assert met.since() == CALLS - 1, "all but the first, after a state was new"
 
 
 def test_micro_batches_give_the_same_bits_and_are_met_again(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +275,10 @@ def test_what_is_of_one_call_alone_is_not_remembered(met: Met, monkeypatch: pyte
     settled(model, fast, x)
     found = Runner._states
 
-    def of_one_call(self: Runner, args: tuple[Any, ...]) -> list[Tensor]:
-        *states, token = found(self, args)
-        return [*states, token.detach().requires_grad_()]
+    def of_one_call(self: Runner, args: tuple[Any, ...]) -> Any:
+        states = found(self, args)
+        *shared, token = states.tensors
+        return dataclasses.replace(states, tensors=[*shared, token.detach().requires_grad_()])
 
     with monkeypatch.context() as patched:
         patched.setattr(Runner, "_states", of_one_call)

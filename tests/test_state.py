@@ -11,10 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_compile import state as module
-from te_compile.ops import calibration
 from te_compile.state import ROLES, ParameterState, existing_state, poll, skipped_counts, state_of
 from te_compile.state_files import load_state_dict, state_dict
-from tests.states import LENGTH, fill, poll_often, two_layers, used
+from tests.states import LENGTH, fill, poll_often, scales_are_missing, two_layers, used
 
 pytestmark = pytest.mark.usefixtures("nothing_waits")
 
@@ -99,7 +98,7 @@ def test_a_fake_parameter_gets_a_fake_state_that_nobody_keeps() -> None:
         fake = mode.from_tensor(torch.rand(3, 4))
         state = state_of(fake, LENGTH, training=True)
     assert state.forward.shape == (2, 2 + LENGTH) and state.forward.dtype == torch.float32
-    assert len(module._states) == before and not calibration.pending()
+    assert len(module._states) == before and not scales_are_missing()
 
 
 def test_a_state_made_in_inference_mode_can_be_trained() -> None:
@@ -114,11 +113,11 @@ def test_deleting_the_model_frees_its_state_and_stops_the_waiting() -> None:
     model = two_layers()
     states = [weakref.ref(state_of(layer.weight, LENGTH, training=True)) for layer in model]
     tensors = [weakref.ref(reference().forward) for reference in states]
-    assert calibration.pending()
+    assert scales_are_missing()
     del model
     gc.collect()
     assert [each() for each in states + tensors] == [None] * 4
-    assert not calibration.pending() and not module._waiting
+    assert not scales_are_missing() and not module._waiting
 
 
 def test_a_parameter_at_the_address_of_a_dead_one_starts_afresh() -> None:
@@ -137,15 +136,15 @@ def test_a_parameter_at_the_address_of_a_dead_one_starts_afresh() -> None:
 
 def test_inference_waits_for_the_forward_scales_only() -> None:
     state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
-    assert calibration.pending()
+    assert scales_are_missing()
     poll_often()
-    assert calibration.pending(), "no scale has arrived"
+    assert scales_are_missing(), "no scale has arrived"
     state.forward[0, 0] = 1
     poll_often()
-    assert calibration.pending(), "the weight still lacks a scale"
+    assert scales_are_missing(), "the weight still lacks a scale"
     state.forward[1, 0] = 1
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def test_training_waits_for_the_gradients_scale_too() -> None:
@@ -153,16 +152,16 @@ def test_training_waits_for_the_gradients_scale_too() -> None:
     state = state_of(parameter, LENGTH)
     state.forward[:, 0] = 1
     poll()
-    assert not calibration.pending()
+    assert not scales_are_missing()
     state_of(parameter, LENGTH, training=True)
-    assert calibration.pending()
+    assert scales_are_missing()
     poll_often()
-    assert calibration.pending()
+    assert scales_are_missing()
     state.backward[:, 0] = 1
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
     state_of(parameter, LENGTH, training=True)
-    assert not calibration.pending(), "a scale that is known stays known"
+    assert not scales_are_missing(), "a scale that is known stays known"
 
 
 def test_a_model_is_calibrated_by_the_second_call_after_its_first_step() -> None:
@@ -172,7 +171,7 @@ def test_a_model_is_calibrated_by_the_second_call_after_its_first_step() -> None
     for state in states:
         fill(state)
     poll()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def test_two_threads_that_meet_at_a_look_both_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +188,7 @@ def test_two_threads_that_meet_at_a_look_both_go_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(module._looks, device, SeenByAnother([(number, 2)], scales, None))
     poll()
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def test_a_scale_that_never_comes_is_looked_for_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +201,7 @@ def test_a_scale_that_never_comes_is_looked_for_ever_more_rarely(monkeypatch: py
     for _ in range(1000):
         poll()
     assert 8 <= len(looks) <= 14
-    assert state.forward.device.type == "cpu" and calibration.pending()
+    assert state.forward.device.type == "cpu" and scales_are_missing()
 
 
 def test_polling_touches_no_tensor_when_nothing_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +217,11 @@ def test_polling_is_no_business_of_a_mode_around_the_call() -> None:
     state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
     with FakeTensorMode():
         poll()
-    assert calibration.pending()
+    assert scales_are_missing()
     fill(state)
     with FakeTensorMode():
         poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 @needs_cuda
@@ -236,10 +235,10 @@ def test_the_scales_of_a_busy_device_are_awaited_without_stalling_it() -> None:
     for _ in range(10):
         poll()
     assert not started.query(), "polling waited for the device"
-    assert calibration.pending()
+    assert scales_are_missing()
     torch.cuda.synchronize()
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def fill_on_device(state: ParameterState) -> None:
@@ -257,11 +256,11 @@ def test_polling_does_nothing_while_a_graph_is_captured() -> None:
     with torch.cuda.graph(graph):
         state.forward.add_(0)
         poll_often()
-    assert calibration.pending()
+    assert scales_are_missing()
     poll_often()
     torch.cuda.synchronize()
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 @needs_cuda
@@ -275,7 +274,7 @@ def test_a_loaded_state_wins_over_scales_that_were_on_their_way() -> None:
     load_state_dict(model, entries)
     torch.cuda.synchronize()
     poll_often()
-    assert calibration.pending(), "the loaded scales are zero"
+    assert scales_are_missing(), "the loaded scales are zero"
 
 
 # --- counts ---

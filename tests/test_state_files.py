@@ -12,10 +12,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from te_compile import state_files as module
-from te_compile.ops import calibration
 from te_compile.state import StateError, state_of
 from te_compile.state_files import load_state, load_state_dict, save_state, state_dict
-from tests.states import LENGTH, fill, poll_often, same, two_layers, used
+from tests.states import LENGTH, fill, poll_often, same, scales_are_missing, two_layers, used
 
 pytestmark = pytest.mark.usefixtures("nothing_waits")
 
@@ -121,13 +120,13 @@ def test_a_loaded_scale_needs_no_waiting_and_a_missing_one_does() -> None:
     entries = state_dict(model)
     poll_often()
     load_state_dict(model, entries)
-    assert not calibration.pending()
+    assert not scales_are_missing()
     entries["1.weight.backward"][:, 0] = 0
     load_state_dict(model, entries)
-    assert calibration.pending()
+    assert scales_are_missing()
     state_of(model[1].weight, LENGTH).backward[:, 0] = 1
     poll_often()
-    assert not calibration.pending()
+    assert not scales_are_missing()
 
 
 def test_the_file_is_plain_safetensors_that_says_what_it_is(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Does any live FP8 state still lack a scale?
+"""May a kernel that is launched now meet an FP8 scale of 0?
 
 A state that has seen no data has scale 0, and every quantize that reads it must look at its data first: a second pass.
 That is right for the first step and a waste for all later ones. The device knows which scale is 0, the host does not,
-and asking would stall it. So the host keeps this one flag: while it is up, kernels launch the measuring pass, which
-exits at once on the device where the scale is known; once every state has a scale, nobody launches it again. But a
-forward that ran before has handed its backward the scales of then: for as long as such a backward may come, the flag
-stays up, too.
+and asking would stall it. So the host notes which states have been seen to have their scales (te_compile/state.py), and
+for as long as a call runs that reads one of the others, or a backward pass may come of such a call, this flag is up:
+kernels launch the measuring pass, which exits at once on the device where the scale is known. Calls of other graphs at
+other times know nothing of it: a state may lack its scale for good, as those of a model that only ever infers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from te_compile.kernels.recording import here
 
 _waiting: set[int] = set()
-_moments = itertools.count(-1, -1)  # names of what is no state's
+_moments = itertools.count()
 
 
 class _Thread(threading.local):
@@ -31,31 +31,35 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def expect(state: int) -> None:
-    """A state, named by any unique number from 0 on, has no scale yet."""
-    _waiting.add(state)
-
-
-def settle(state: int) -> None:
-    """The state has a scale now, or is gone. Naming one that was never expected is harmless."""
-    _waiting.discard(state)
-
-
 def pending() -> bool:
     """Must kernels be ready to meet a scale of zero?"""
     return bool(_waiting)
 
 
-def awaits_states() -> bool:
-    """Does a state still lack its scale? Else what is pending is what forwards that ran before have left behind."""
-    return any(name >= 0 for name in _waiting)
+def expect(moment: int) -> None:
+    """From now on a scale may be zero."""
+    _waiting.add(moment)
 
 
-def expect_while_alive(anchor: object) -> int:
-    """A scale may be zero as long as ``anchor`` is there, whatever the states have by then, or until what is returned
-    is settled."""
+def settle(moment: int) -> None:
+    """No longer on this account. Naming one that was never expected is harmless."""
+    _waiting.discard(moment)
+
+
+@contextmanager
+def expected() -> Iterator[None]:
+    """In here a scale may be zero."""
     moment = next(_moments)
     expect(moment)
+    try:
+        yield
+    finally:
+        settle(moment)
+
+
+def moment_of(anchor: object) -> int:
+    """What to :func:`expect` if a scale may be zero as long as ``anchor`` is there. It is settled when that is gone."""
+    moment = next(_moments)
     weakref.finalize(anchor, settle, moment).atexit = False
     return moment
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from te_compile import runtime, state, weight_cache
+from te_compile.ops import calibration
 from te_compile.passes import manager
 from te_compile.recipe import DelayedScaling, Format
 from te_compile.runtime import Runner
@@ -80,6 +81,69 @@ def test_once_all_scales_are_known_all_calls_share_one_token() -> None:
         each.fill_(1.0)
     poll_often()
     assert run(*weights)[4] is run(*weights)[4] is run.token
+
+
+class Graph:
+    """What a runner calls; notes whether kernels would be ready for missing scales."""
+
+    def __init__(self) -> None:
+        self.was_ready: list[bool] = []
+
+    def __call__(self, *given: Any) -> list[Any]:
+        self.was_ready.append(calibration.pending())
+        return list(given)
+
+
+@pytest.mark.usefixtures("nothing_waits")
+def test_a_state_that_never_gets_a_scale_has_no_other_graph_measure() -> None:
+    """One that infers alone beside one that trains, as an evaluation whose small linears training leaves alone."""
+    infers, trains = runner(training=False), runner()
+    infers.compiled, trains.compiled = Graph(), Graph()
+    for run in (infers, trains):
+        run.head_start.compiled = run.compiled
+    few, many = parameters(), parameters()
+    for step in range(4):
+        trains(*many)
+        infers(*few)
+        assert not calibration.pending(), "the token of a call is gone with it"
+        if step == 1:
+            for each in states(many):
+                each.fill_(1.0)
+            poll_often()
+    assert trains.compiled.was_ready == [True, True, False, False]
+    assert infers.compiled.was_ready == [True] * 4, "it has no scale to trust"
+
+
+@pytest.mark.usefixtures("nothing_waits")
+def test_a_backward_that_never_comes_has_no_forward_measure() -> None:
+    """As of an evaluation that forgets no_grad."""
+    run, weights = runner(), parameters()
+    run.compiled = run.head_start.compiled = Graph()
+    held = run(*weights)
+    assert calibration.pending(), "its backward may come"
+    for weight in weights:
+        state.states_of(weight)[LENGTH].forward.fill_(1.0)
+    poll_often()
+    held.clear()
+    held = run(*weights)
+    assert calibration.pending(), "no gradient has a scale yet"
+    held.clear()
+    run(*weights)
+    assert run.compiled.was_ready == [True, False, False] and not calibration.pending()
+
+
+@pytest.mark.usefixtures("nothing_waits")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_that_fails_leaves_nothing_expected(training: bool) -> None:
+    def fails(*_: Any) -> NoReturn:
+        raise RuntimeError("no memory")
+
+    run = runner(training=training)
+    run.head_start.compiled = fails
+    with pytest.raises(RuntimeError, match="no memory"):
+        run(*parameters())
+    gc.collect()
+    assert not calibration.pending()
 
 
 def test_blocks_that_share_a_graph_keep_their_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
