@@ -33,6 +33,7 @@ from te_compile.passes.lower_attentions import lower_attentions
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
+from te_compile.passes.share_one_head import share_one_head
 from te_compile.passes.spell_out import spell_out_linears
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
 from te_compile.runtime import Runner, example_inputs_of
@@ -78,6 +79,7 @@ def rewrite(
     compilation.run("fold_masks", partial(fold_masks, regions), graph)
     for region in regions:  # after the masks: only attention without one takes heads as they are
         compilation.run("undo_repeated_heads", partial(undo_repeated_heads, region.graph), region.graph)
+        compilation.run("share_one_head", partial(share_one_head, region.graph), region.graph)
     compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)

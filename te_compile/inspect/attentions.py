@@ -21,7 +21,12 @@ _KERNELS = {
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
-_HEADS = {"undone": "copies of key heads undone", "copied": "key heads stay copied"}
+_HEADS = {
+    "undone": "copies of key heads undone",
+    "copied": "key heads stay copied",
+    "shared": "one key head shared by all queries",
+    "broadcast": "one key head stays broadcast",
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class AttentionRow:
     mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
         "kept". Empty for what stays.
     mask_reason: why the mask is kept.
-    heads: what became of keys and values that the model copies for several heads of queries: "undone" or "copied";
-        empty where it makes no such copies.
-    heads_reason: why they stay copied.
+    heads: what became of keys and values that the model copies for several heads of queries, "undone" or "copied", or
+        of a single head of them that it broadcasts, "shared" or "broadcast"; empty where it does neither.
+    heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
     kernel: "cudnn", "flash" or "te" where that was chosen instead of what PyTorch would run; empty where it chooses.

@@ -24,6 +24,7 @@ from te_compile.passes.names import module_name, own_variable
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS
 from te_compile.passes.regions import Left, Region
+from te_compile.passes.share_one_head import BROADCAST, SHARED
 from te_compile.passes.undo_repeated_heads import COPIES_STAY, UNDONE
 
 _CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
@@ -54,8 +55,12 @@ def _of_call(node: Node, name: str, left_alone: str) -> Attention:
         heads = "undone"
     elif COPIES_STAY in node.meta:
         heads = "copied"
+    elif SHARED in node.meta:
+        heads = "shared"
+    elif BROADCAST in node.meta:
+        heads = "broadcast"
     status = "recognised" if RECOGNISED in node.meta else "sdpa"
-    heads_reason = node.meta.get(COPIES_STAY, "")
+    heads_reason = node.meta.get(COPIES_STAY) or node.meta.get(BROADCAST, "")
     return Attention(name, node, status, "", mask, mask_reason, heads, heads_reason)
 
 

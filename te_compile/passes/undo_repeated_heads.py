@@ -79,7 +79,7 @@ def _unrepeated(node: Any) -> Node | None:
     return source if same_sizes((batch, *rest), (new_batch, *new_rest)) else None
 
 
-def _why_not_shared(attention: Node) -> str:
+def why_not_shared(attention: Node) -> str:
     """Why no fused kernel computes this attention with heads shared; "" if one does."""
     query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
     widths = {query.shape[-1], value.shape[-1]}
@@ -108,7 +108,7 @@ def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], c
     heads = {value_of(source).shape[1] for source in sources}
     if len(heads) != 1 or value_of(argument(attention, 0, "query")).shape[1] != value_of(repeated[0]).shape[1]:
         return "keys and values, or keys and queries, differ in their heads; give keys and values equally many"
-    return _why_not_shared(attention)
+    return why_not_shared(attention)
 
 
 def undo_repeated_heads(graph: Graph) -> int:

@@ -1,0 +1,111 @@
+"""One head of keys and values for all queries: attention is told where a kernel shares heads, else left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_compile
+from te_compile.passes.share_one_head import BROADCAST, SHARED, share_one_head
+from te_compile.passes.text import ops_text
+from tests.capturing import captured
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 5, 7, 16
+
+
+def heads(count: int, dtype: torch.dtype = torch.bfloat16, batch: int = BATCH) -> Tensor:
+    return torch.randn(batch, count, LENGTH, WIDTH).to(dtype).requires_grad_()
+
+
+def changed(run: Callable[..., Tensor], *inputs: Tensor, tolerance: float = 5e-2) -> tuple[int, Any]:
+    """How many attentions of ``run`` were changed, and the graph; results and gradients are checked to be the same."""
+    gm, examples = captured(run, *inputs)
+    count = share_one_head(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    leaves = [x for x in inputs if x.requires_grad]
+    results = []
+    for y in (gm(*examples)[0], run(*inputs)):
+        weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
+        results.append([y.detach(), *torch.autograd.grad((y.float() * weights).sum(), leaves)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    return count, gm.graph
+
+
+def marks(graph: Any, key: str) -> list[Any]:
+    return [node.meta[key] for node in graph.nodes if key in node.meta]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_told_that_one_head_is_for_all(causal: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+
+    count, graph = changed(run, heads(HEADS), heads(1), heads(1))
+    assert count == 1 and "enable_gqa=True" in ops_text(graph) and marks(graph, SHARED) == [True]
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(1))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def told(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "reason"), [(masked, torch.bfloat16, "with a mask"), (plain, torch.float32, "in torch.float32")]
+)
+def test_where_no_fused_kernel_shares_heads_it_stays_and_says_why(
+    run: Callable[..., Tensor], dtype: torch.dtype, reason: str
+) -> None:
+    count, graph = changed(run, *(heads(each, dtype) for each in (HEADS, 1, 1)))
+    assert count == 0 and "enable_gqa" not in ops_text(graph)
+    assert len(marks(graph, BROADCAST)) == 1 and reason in marks(graph, BROADCAST)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "counts"),
+    [(told, (6, 1, 1)), (plain, (1, 1, 1)), (plain, (HEADS, HEADS, HEADS)), (plain, (HEADS, 1, HEADS))],
+)
+def test_what_broadcasts_no_single_head_is_left_alone(run: Callable[..., Tensor], counts: tuple[int, ...]) -> None:
+    count, graph = changed(run, *map(heads, counts))
+    assert count == 0 and not marks(graph, SHARED) and not marks(graph, BROADCAST)
+
+
+def test_a_batch_that_broadcasts_as_well_is_left_alone() -> None:
+    count, graph = changed(plain, heads(HEADS), heads(1, batch=1), heads(1, batch=1))
+    assert count == 0 and not marks(graph, BROADCAST)
+
+
+class MultiQuery(nn.Module):
+    """Attention with one head of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 64 + 2 * WIDTH), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).split([64, WIDTH, WIDTH], -1)
+        q, k, v = (each.view(b, s, -1, WIDTH).transpose(1, 2) for each in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1))
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.bfloat16, "shared by all"), (torch.float32, "stays broadcast")])
+def test_explain_says_what_became_of_it(dtype: torch.dtype, words: str) -> None:
+    report = te_compile.explain(MultiQuery().to(dtype), torch.randn(2, 8, 64, dtype=dtype))
+    (row,) = report.attentions
+    assert words in row.detail
