@@ -116,6 +116,16 @@ def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def norm_backward_kernel() -> Iterator[None]:
+    """For a norm's backward something better than the reference, which is the reference: the CPU has none."""
+    from te_compile.ops import norm_backward, registry
+
+    registry.register("norm_backward", "fast", priority=1000)(norm_backward.norm_backward_reference)
+    yield
+    del registry._TABLE["norm_backward", "fast"]
+
+
+@pytest.fixture
 def loss_kernels() -> Iterator[None]:
     """For the operators of losses something better than the references, which are the references: the CPU has none."""
     from te_compile.ops import cross_entropy, registry

@@ -65,8 +65,9 @@ def norm_backward_reference(
     bias_dtype: torch.dtype | None,
     partial_sums: bool = False,
 ) -> Gradients:
-    """See the module. dy: [M, K] of y's dtype, x: [M, K], any strides; mean, rstd: as ``te::norm_forward`` returns
-    them; residual: [M, K] of x's dtype, only where dx is wanted; bias_dtype: what db is wanted in, None if it is not.
+    """See the module. dy: [M, K] of y's dtype or of one that is widened to it, x: [M, K], any strides; mean, rstd: as
+    ``te::norm_forward`` returns them; residual: [M, K] of x's dtype, only where dx is wanted; bias_dtype: what db is
+    wanted in, None if it is not.
 
     Returns dx: [M, K] contiguous, of x's dtype; dw: [K] of the weight's dtype; db: [K]. One that is not wanted has
     shape [0]. With ``partial_sums`` dw and db are fp32 [P, K], rows that have yet to be added up; here one row.

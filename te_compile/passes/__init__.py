@@ -25,6 +25,7 @@ from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.memory import tag_memory
+from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
 from te_compile.passes.open_attention_modules import open_attention_modules
 from te_compile.passes.open_encoder_layers import open_encoder_layers
 from te_compile.passes.open_norms import open_norms
@@ -64,6 +65,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     add_in_products,  # before the producers: what they would add is a read of theirs, and none of the product's
     open_norms,  # what no kernel runs goes back to Inductor, and its pointwise part to the producers
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
+    narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway

@@ -141,6 +141,18 @@ def test_sums_in_part_are_as_many_rows_as_the_operator_says_and_add_up(sums_walk
     torch.testing.assert_close(db.sum(0), wanted[2], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_gradient_of_16_bits_gives_what_its_widened_copy_gives(kind: str, dtype: torch.dtype, device: str) -> None:
+    """As under autocast, where products' gradients have 16 bits and norms run in fp32."""
+    wide, *rest = task(kind, 37, 150, FP32, device)
+    dy = wide.to(dtype)
+    agrees((dy, *rest))
+    narrow, widened = (norm_backward(each, *rest, True, True, FP32) for each in (dy, dy.float()))
+    for got, want in zip(narrow, widened, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_weight_and_bias_may_differ_in_dtype(device: str) -> None:
     _, dw, db = norm_backward(*task(LAYER, 9, 64, FP32, device, parameters=BF16), True, True, FP16)
     assert (dw.dtype, db.dtype) == (BF16, FP16)

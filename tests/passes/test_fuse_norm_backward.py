@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_compile.ops import registry
-from te_compile.ops.norm_backward import NORM_BACKWARD, norm_backward_reference
+from te_compile.ops.norm_backward import NORM_BACKWARD
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
@@ -153,14 +152,6 @@ def test_a_sum_of_the_other_direction_is_left_alone() -> None:
         assert fuse_norm_backward(gm.graph) == 0
 
 
-@pytest.fixture
-def kernel() -> Iterator[None]:
-    """Something better than the reference, which is the reference."""
-    registry.register("norm_backward", "fast", priority=1000)(norm_backward_reference)
-    yield
-    del registry._TABLE["norm_backward", "fast"]
-
-
 class Block(nn.Module):
     """Two norms with residuals around them."""
 
@@ -201,7 +192,7 @@ def test_a_training_step_has_the_same_bits_with_the_operator_and_without(recompu
             results.append(train_step(model, compiled(model, recipe="current"), x)[1] | {"x": x.grad})
         results.append(records[0])
         if results is opened:
-            request.getfixturevalue("kernel")
+            request.getfixturevalue("norm_backward_kernel")
     assert not te_nodes(opened[1], "norm_backward")
     nodes = te_nodes(whole[1], "norm_backward")
     assert len(nodes) == 4 and all(arguments_of(node)["residual"] is not None for node in nodes)
@@ -210,7 +201,7 @@ def test_a_training_step_has_the_same_bits_with_the_operator_and_without(recompu
     assert all(torch.equal(opened[0][name], gradient) for name, gradient in whole[0].items())
 
 
-@pytest.mark.usefixtures("fresh_dynamo", "kernel")
+@pytest.mark.usefixtures("fresh_dynamo", "norm_backward_kernel")
 def test_what_is_frozen_is_not_computed() -> None:
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
     x = torch.randn(8, 64)
@@ -227,7 +218,7 @@ def test_what_is_frozen_is_not_computed() -> None:
         assert found == ([wanted] if any(wanted) else [])
 
 
-@pytest.mark.usefixtures("fresh_dynamo", "kernel")
+@pytest.mark.usefixtures("fresh_dynamo", "norm_backward_kernel")
 def test_rows_of_any_number_keep_their_symbol() -> None:
     model = Block()
     run = compiled(model, dynamic=True, recipe="current")
