@@ -30,6 +30,7 @@ from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
+from te_compile.passes.move_row_masks import move_row_masks
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
@@ -78,6 +79,7 @@ def rewrite(
             compilation.run(normalize.__name__, partial(normalize, region.graph), region.graph)
     compilation.run("fold_masks", partial(fold_masks, regions), graph)
     for region in regions:  # after the masks: only attention without one takes heads as they are
+        compilation.run("move_row_masks", partial(move_row_masks, region.graph), region.graph)
         compilation.run("undo_repeated_heads", partial(undo_repeated_heads, region.graph), region.graph)
         compilation.run("share_one_head", partial(share_one_head, region.graph), region.graph)
     compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)

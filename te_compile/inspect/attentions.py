@@ -13,6 +13,7 @@ _MASKS = {
     "is_causal": "causal by its own flag",
     "folded_causal": "mask folded away: causal",
     "folded_all": "mask folded away: all true",
+    "folded_rows": "mask moved behind attention: it hides whole rows",
     "kept": "mask kept",
 }
 _PRECISIONS = {"kept": "kept in high precision"}
@@ -38,7 +39,7 @@ class AttentionRow:
         call already) or "stays" (it runs as the model wrote it).
     reason: why it stays.
     mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
-        "kept". Empty for what stays.
+        "folded_rows", one that hides whole rows, of the result now; "kept". Empty for what stays.
     mask_reason: why the mask is kept.
     heads: what became of keys and values that the model copies for several heads of queries, "undone" or "copied", or
         of a single head of them that it broadcasts, "shared" or "broadcast"; empty where it does neither.

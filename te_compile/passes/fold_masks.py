@@ -37,7 +37,8 @@ from te_compile.passes.side_effects import may_change
 from te_compile.passes.weight_expressions import is_held_by_the_model, origin
 
 FOLDED = "te_folded_mask"
-"""Meta key of an attention that had a mask: what it was proved to mean, "causal" or "all"."""
+"""Meta key of an attention that had a mask: what it was proved to mean, "causal" or "all", or "rows" where it hides
+whole rows and does so behind attention now."""
 
 MASK_STAYS = "te_mask_stays"
 """Meta key of an attention: why its mask was left."""

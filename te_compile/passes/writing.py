@@ -19,10 +19,11 @@ _WHERE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 class Writer:
-    """Writes nodes in front of ``place`` that know their example value and come from the same line of the model."""
+    """Writes nodes in front of ``place`` that know their example value and come from the same line of the model, or
+    from that of ``line``."""
 
-    def __init__(self, place: Node) -> None:
-        self.place, self.written = place, list[Node]()
+    def __init__(self, place: Node, line: Node | None = None) -> None:
+        self.place, self.line, self.written = place, line or place, list[Node]()
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of a function."""
@@ -48,7 +49,7 @@ class Writer:
 
     def _described(self, node: Node, function: Callable[..., Any]) -> Node:
         self.written.append(node)
-        node.meta.update({key: self.place.meta[key] for key in _WHERE if key in self.place.meta})
+        node.meta.update({key: self.line.meta[key] for key in _WHERE if key in self.line.meta})
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
         fake = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
         # As Dynamo does: operators in C++ do not all take symbolic sizes, and some make constants of their own.
