@@ -152,3 +152,19 @@ def test_another_stream_has_copies_of_its_own(met: list[Again]) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, fast(x)) and not torch.equal(captured, wanted)
+
+
+def test_a_model_that_only_infers_slows_no_other(met: list[Again]) -> None:
+    """Its states never get a scale; kernels of others look for none, and their calls are remembered."""
+    model, other = (Block().to("cuda", BF16) for _ in range(2))
+    fast, infers = compiled(model, "delayed"), compiled(other, "delayed")
+    x = torch.randn(4, 64, WIDTH, device="cuda", dtype=BF16, requires_grad=True)
+    for _ in range(CALLS):
+        with torch.no_grad():
+            infers(x)
+        fast(x).float().square().mean().backward()
+    assert {len(each.states) for each in met} == {5}, "two linears' states both ways, and the token: those that trained"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fast(x).float().square().mean().backward()
+        torch.cuda.synchronize()
+    assert not any("measure" in each.key for each in profile.key_averages())

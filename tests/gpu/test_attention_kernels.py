@@ -145,6 +145,56 @@ def test_a_folded_mask_counts_from_the_first_key_where_there_are_more(
     assert all(cosine(one, other) > 0.999 for one, other in zip(got, wanted, strict=True))
 
 
+class MultiQuery(Attention):
+    """All heads of queries share one of keys and values, which is left to broadcasting."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Encoder(Attention):
+    """Attention under a mask that it is given."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def rows_of(length: int) -> Tensor:
+    """A mask that hides the last rows of the second sequence, the same for all keys."""
+    rows = torch.arange(length, device="cuda") < torch.tensor([[length], [length - 30]], device="cuda")
+    return rows[:, None, :, None].expand(2, 1, length, length)
+
+
+@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize("heads", [4, 7])
+@pytest.mark.parametrize("form", ["one head of keys", "a mask of rows"])
+def test_what_pytorch_would_store_all_scores_for_runs_fused(form: str, heads: int, order: list[int]) -> None:
+    """Beside the kernel that stores them, in results and gradients."""
+    torch._C._set_sdp_priority_order(order)
+    width, length = 64 * heads, 256
+    model = (MultiQuery if form == "one head of keys" else Encoder)(width, heads).to("cuda", torch.bfloat16)
+    x = torch.randn(2, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    inputs = (x,) if form == "one head of keys" else (x, rows_of(length))
+    dy = torch.randn_like(x)
+    fast = compiled(model, exclude=["*"], cost_model=False)
+    fast(*inputs).backward(dy)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = fast(*inputs)
+        got = torch.autograd.grad(y, [x, *model.parameters()], dy)
+        torch.cuda.synchronize()
+    names = [each.key for each in profile.key_averages()]
+    assert any("flash" in name or "cudnn" in name for name in names)
+    assert not any("softmax" in name for name in names)
+    expected = model(*inputs)
+    wanted = torch.autograd.grad(expected, [x, *model.parameters()], dy)
+    assert cosine(y, expected) > 0.9999
+    assert all(cosine(one, other) > 0.999 for one, other in zip(got, wanted, strict=True))
+
+
 ASKED_FIRST = """
 import torch
 from torch._subclasses import FakeTensorMode

@@ -201,3 +201,26 @@ def test_the_cost_model_leaves_small_linears_alone_and_says_so() -> None:
     with manager.recording() as records:
         torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager"})(data(rows=20))
     assert all(site.status == "kept" and "small" in site.reason for site in records[0].plan.sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_products_add_biases_of_fp32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On their way out, without two more passes over the result; and results and gradients are autocast's."""
+    from te_compile.kernels import cublaslt
+
+    monkeypatch.setattr(cublaslt, "_gemm_with_foreign_bias", lambda *_: pytest.fail("a bias of another dtype"))
+    model = Stack().cuda()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    x, fast = torch.randn(4, 64, 256, device="cuda"), compiled(model, cost_model=False)
+    results = []
+    for run in (fast, fast, model):
+        model.zero_grad()
+        with torch.autocast("cuda", dtype):
+            y = run(x)
+        y.float().square().mean().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+    _, got, wanted = results
+    assert [each.dtype for each in got] == [each.dtype for each in wanted]
+    assert all(cosine(one, other) > 0.98 for one, other in zip(got, wanted, strict=True))
