@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import measure, peers
-from benchmarks.measure import DEVICE, Runnable, Variant
+from benchmarks.measure import DEVICE, Context, Runnable, Variant
 
 OUTPUT_DB, GRADIENT_DB = 20.0, 14.0
 """How many decibels of signal over error te_fp8's output and each of its gradients must keep."""
@@ -49,6 +50,23 @@ class Work:
     dtype: str = "bf16"
     dropout: float = 0.0
     micro_batches: int = 1
+    autocast: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of parameters, of x and of dy: under autocast that of products is another."""
+        return torch.float32 if self.autocast else measure.DTYPES[self.dtype]
+
+
+def within(work: Work, context: Context = nullcontext) -> Context:
+    """``context``, and autocast around it if the work is done under one."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with torch.autocast(DEVICE.type, measure.DTYPES[work.dtype]), context():
+            yield
+
+    return both if work.autocast else context
 
 
 class Attention(nn.Module):
@@ -92,18 +110,24 @@ class Layer(nn.Module):
 
 def plain(work: Work, **modules: Any) -> nn.Module:
     """The layer on its device, in its dtype."""
-    return Layer(work, **modules).to(DEVICE, measure.DTYPES[work.dtype])
+    return Layer(work, **modules).to(DEVICE, work.stored)
+
+
+def eager(work: Work) -> Runnable:
+    """The layer as it is."""
+    layer = plain(work)
+    return Runnable(layer, layer, within(work))
 
 
 def compiled(work: Work, **arguments: Any) -> Runnable:
     """The layer under torch.compile."""
     layer = plain(work)
-    return Runnable(torch.compile(layer, **arguments), layer)
+    return Runnable(torch.compile(layer, **arguments), layer, within(work))
 
 
 def variants(work: Work) -> Iterator[Variant]:
     """Every variant that this machine can run."""
-    yield Variant("eager", lambda: Runnable(layer := plain(work), layer))
+    yield Variant("eager", partial(eager, work))
     yield Variant("compile", partial(compiled, work))
     yield Variant("compile_autotune", partial(compiled, work, mode="max-autotune-no-cudagraphs"))
     if peers.HAVE_TORCHAO:
@@ -125,27 +149,26 @@ def variants(work: Work) -> Iterator[Variant]:
 def torchao(work: Work, recipe: str) -> Runnable:
     """torchao's linears under torch.compile."""
     layer = peers.torchao_for_training(plain(work), recipe)
-    return Runnable(torch.compile(layer), layer)
+    return Runnable(torch.compile(layer), layer, within(work))
 
 
 def transformer_engine_modules(work: Work, recipe: str | None) -> Runnable:
     """The same layer from Transformer Engine's LayerNorm and Linear."""
     layer = plain(work, **peers.transformer_engine_modules())
-    return Runnable(layer, layer, peers.transformer_engine_context(recipe)) if recipe else Runnable(layer, layer)
+    return Runnable(layer, layer, within(work, peers.transformer_engine_context(recipe) if recipe else nullcontext))
 
 
 def transformer_engine_layer(work: Work, recipe: str | None) -> Runnable:
     """Transformer Engine's fused layer."""
-    dtype = measure.DTYPES[work.dtype]
-    causal = work.attn == "sdpa"
-    layer = peers.transformer_engine_layer(work.hidden, work.intermediate, work.heads, dtype, work.dropout, causal)
-    return Runnable(layer, layer, peers.transformer_engine_context(recipe)) if recipe else Runnable(layer, layer)
+    shape, causal = (work.hidden, work.intermediate, work.heads), work.attn == "sdpa"
+    layer = peers.transformer_engine_layer(*shape, work.stored, work.dropout, causal)
+    return Runnable(layer, layer, within(work, peers.transformer_engine_context(recipe) if recipe else nullcontext))
 
 
 def data(work: Work) -> tuple[Tensor, Tensor]:
     """The layer's input, which wants a gradient, and the gradient of its output."""
     shape = (work.batch, work.sequence, work.hidden)
-    x, dy = (torch.randn(shape, device=DEVICE, dtype=measure.DTYPES[work.dtype]) for _ in range(2))
+    x, dy = (torch.randn(shape, device=DEVICE, dtype=work.stored) for _ in range(2))
     return x.requires_grad_(), dy
 
 
@@ -231,12 +254,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     measure.add_arguments(parser, iterations=30)
     parser.add_argument("--dropout", type=float, help="0.1 with --attn eager, as in the quickstart, else 0")
+    parser.add_argument("--autocast", action="store_true", help="parameters in fp32, products in --dtype")
     parser.add_argument("--micro-batches", type=int, default=1, help="whose gradients a step adds up (%(default)s)")
     arguments = parser.parse_args()
     if arguments.micro_batches < 1:
         parser.error(f"--micro-batches {arguments.micro_batches}: at least 1")
     dropout = arguments.dropout if arguments.dropout is not None else (0.1 if arguments.attn == "eager" else 0.0)
-    work = Work(attn=arguments.attn, dtype=arguments.dtype, dropout=dropout, micro_batches=arguments.micro_batches)
+    given = {name: getattr(arguments, name) for name in ("attn", "dtype", "micro_batches", "autocast")}
+    work = Work(dropout=dropout, **given)
     if DEVICE.type == "cpu":
         work = replace(work, hidden=256, intermediate=1024, heads=4, sequence=64, batch=2)
         arguments.iters = min(arguments.iters, 3)

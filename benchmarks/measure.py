@@ -35,13 +35,16 @@ ROUND_MS = 150 if DEVICE.type == "cuda" else 5  # how long a turn lasts, where o
 ROUNDS_SECONDS = 1.5 if DEVICE.type == "cuda" else 0.05  # after this no round begins beyond the first ROUNDS
 
 
+Context = Callable[[], AbstractContextManager[Any]]
+
+
 @dataclass(frozen=True)
 class Runnable:
-    """A model as one variant runs it, and the context its forward needs (FP8 autocast of a peer)."""
+    """A model as one variant runs it, and the context its forward needs (autocast, FP8 autocast of a peer)."""
 
     call: Callable[..., Any]
     model: nn.Module
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Context = nullcontext
 
 
 @dataclass(frozen=True)

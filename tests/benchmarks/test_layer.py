@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +25,19 @@ def test_gradients_of_micro_batches_add_up() -> None:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, micro_batches * of_one[name])
         torch.testing.assert_close(x.grad, of_input)
+
+
+def test_under_autocast_parameters_are_wider_than_products() -> None:
+    work = replace(SMALL, autocast=True)
+    runnable, (x, dy) = layer.eager(work), layer.data(work)
+    seen: list[torch.dtype] = []
+    handle = runnable.model.fc1.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    out = layer.train_step(runnable, x, dy)
+    handle.remove()
+    assert seen == [torch.bfloat16] and out.dtype == torch.float32
+    assert {each.grad.dtype for each in runnable.model.parameters() if each.grad is not None} == {torch.float32}
+    with layer.within(SMALL)():
+        assert not torch.is_autocast_enabled(layer.DEVICE.type)
 
 
 def test_variants_that_take_turns_have_rows_with_both_times(capsys: pytest.CaptureFixture[str]) -> None:

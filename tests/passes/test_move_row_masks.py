@@ -146,6 +146,18 @@ def test_a_layer_that_is_given_such_a_mask_trains_as_before(dynamic: bool) -> No
             assert relative_error(got, wanted) < 2e-2
 
 
+@pytest.mark.parametrize("dynamic", [False, True, None])
+def test_a_mask_of_the_same_shape_that_hides_keys_is_not_taken_for_one(dynamic: bool | None) -> None:
+    """Its strides are others, and Dynamo looks at these."""
+    model = Layer()
+    fast = compiled(model, exclude=["*"], dynamic=dynamic)
+    for length in (8, 12):
+        x, rows = torch.randn(2, length, 64), rows_of(2, 1, length).expand(2, 1, length, length)
+        keys = torch.rand(2, 1, length, length) < 0.5
+        for mask in (rows, keys, rows):
+            torch.testing.assert_close(fast(x, mask), model(x, mask), rtol=1e-5, atol=1e-5)
+
+
 def test_explain_says_where_the_mask_went() -> None:
     mask = torch.ones(1, 1, 8, 1, dtype=torch.bool).expand(2, 1, 8, 8)
     (row,) = te_compile.explain(Layer(), torch.randn(2, 8, 64), mask).attentions
