@@ -92,6 +92,29 @@ MODELS = {
         prefill=(32, 512),
         decodes=False,
     ),
+    # BART-large's shape, 4 of its 12 layers on either side: attention across, and masks that are handed on
+    "bart_large": Model(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            "vocab_size": 32000, "d_model": 1024, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 4096,
+            "decoder_ffn_dim": 4096, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "dropout": 0.0,
+        },
+        train=(32, 512),
+        prefill=(32, 512),
+        decodes=False,
+    ),
+    # Falcon-7B's shape, 2 of its 32 layers: one head of keys for 71 of queries
+    "falcon7b": Model(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            "vocab_size": 32000, "hidden_size": 4544, "num_hidden_layers": 2, "num_attention_heads": 71,
+            "multi_query": True, "parallel_attn": True, "bias": False,
+        },
+        train=(4, 2048),
+        prefill=(1, 2048),
+    ),
     # Mixtral 8x7B's shape, 2 of its 32 layers: 8 experts, 2 for each token
     "mixtral": Model(
         "MixtralForCausalLM",
@@ -122,6 +145,8 @@ MODELS = {
 TINY = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "n_embd": 128, "n_layer": 2, "n_head": 4, "image_size": 64,
+    "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
 }  # fmt: skip
 
 
