@@ -36,6 +36,7 @@ ROUNDS_SECONDS = 1.5 if DEVICE.type == "cuda" else 0.05  # after this no round b
 
 
 Context = Callable[[], AbstractContextManager[Any]]
+"""Makes what a forward runs in."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,27 @@ def captured(run: Callable[..., Any], *inputs: Any) -> tuple[GraphModule, list[A
     return only
 
 
+def rewritten(
+    change: Callable[[Graph], int], run: Callable[..., Tensor], *inputs: Tensor, tolerance: float = 1e-5
+) -> tuple[int, Graph]:
+    """What a pass counts on the captured graph of ``run``, and that graph then, without what nobody reads. The result
+    and all gradients are checked to be finite and, to ``tolerance``, those of before."""
+    gm, examples = captured(run, *inputs)
+    count = change(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    leaves = [x for x in inputs if x.requires_grad]
+    results = []
+    for y in (gm(*examples)[0], run(*inputs)):
+        weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
+        results.append([y.detach(), *torch.autograd.grad((y.float() * weights).sum(), leaves)])
+    for got, wanted in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    gm.graph.eliminate_dead_code()
+    return count, gm.graph
+
+
 def regions_and_plan(run: Callable[..., Any], *inputs: Any) -> tuple[list[Region], Plan]:
     """The regions of the captured graph, and a plan with every linear found and none selected or refused by rule."""
     gm, examples = captured(run, *inputs)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
+from te_compile.passes.attention_calls import ATTENTION_CALLS
 from te_compile.passes.captured_nodes import argument
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.fold_masks import FOLDED, MASK_STAYS
@@ -27,7 +26,6 @@ from te_compile.passes.regions import Left, Region
 from te_compile.passes.share_one_head import BROADCAST, SHARED
 from te_compile.passes.undo_repeated_heads import COPIES_STAY, UNDONE
 
-_CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _FLEX = "flex_attention"
 _IS_FLEX = (
     f"it runs as PyTorch's {_FLEX} kernel with the scores and the mask that it was given; nothing to do: it is fused"
@@ -67,7 +65,7 @@ def _of_call(node: Node, name: str, left_alone: str) -> Attention:
 def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
     transformed, own = transforms_around(graph), own_variable(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _CALLS:
+        if node.op == "call_function" and node.target in ATTENTION_CALLS:
             yield _of_call(node, module_name(node, None, own), transformed.get(node, left_alone))
         elif isinstance(node.target, HigherOrderOperator) and node.target.name() == _FLEX:
             yield Attention(module_name(node, None, own), node, "stays", _IS_FLEX)

@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.nn import Parameter
 
+from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import HIDDEN, HIDES_A_ROW, most_that_swallows
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.names import input_name
 from te_compile.passes.prove_masks import proven_meaning
 from te_compile.passes.regions import Region
@@ -312,10 +311,4 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
 def fold_masks(regions: list[Region]) -> int:
     """Fold every provable mask of ``regions``; returns how many attention nodes lost theirs."""
     known = Constants()
-    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    folded = 0
-    for region in regions:
-        left = transforms_around(region.graph)
-        attentions = [node for node in region.graph.nodes if node.target in targets and node not in left]
-        folded += sum(_fold(region, node, known) for node in attentions)
-    return folded
+    return sum(_fold(region, node, known) for region in regions for node in attention_calls(region.graph))

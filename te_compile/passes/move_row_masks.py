@@ -16,14 +16,13 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.fold_masks import FOLDED, MASK_STAYS
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after
 from te_compile.passes.writing import Writer
 
@@ -65,7 +64,5 @@ def _move(attention: Node, changes: dict[Node, bool]) -> bool:
 
 def move_row_masks(graph: Graph) -> int:
     """Have masks that hide whole rows do so behind attention; returns how many moved."""
-    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    left, changes = transforms_around(graph), dict[Node, bool]()
-    attentions = [node for node in graph.nodes if node.target in targets and node not in left]
-    return sum(_move(attention, changes) for attention in attentions)
+    changes = dict[Node, bool]()
+    return sum(_move(attention, changes) for attention in attention_calls(graph))

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.undo_repeated_heads import why_not_shared
 
 SHARED = "te_shared_head"
@@ -42,9 +40,7 @@ def _broadcasts_one_head(attention: Node) -> bool:
 def share_one_head(graph: Graph) -> int:
     """Have attentions that broadcast a head of keys and values share it; returns how many do now."""
     count = 0
-    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    left = transforms_around(graph)
-    for attention in [node for node in graph.nodes if node.target in targets and node not in left]:
+    for attention in attention_calls(graph):
         if not _broadcasts_one_head(attention):
             continue
         why = why_not_shared(attention)

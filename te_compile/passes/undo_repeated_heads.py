@@ -14,12 +14,11 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import changes_after, undisturbed
 
 UNDONE = "te_undone_heads"
@@ -114,9 +113,7 @@ def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], c
 def undo_repeated_heads(graph: Graph) -> int:
     """Hand attention the heads of keys and values before they were repeated; returns how many attentions changed."""
     count, changes = 0, dict[Node, bool]()
-    targets = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    left = transforms_around(graph)
-    for attention in [node for node in graph.nodes if node.target in targets and node not in left]:
+    for attention in attention_calls(graph):
         repeated = [argument(attention, 1, "key"), argument(attention, 2, "value")]
         sources = [_unrepeated(node) for node in repeated]
         if any(source is None for source in sources):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import te_compile
 from te_compile.passes.share_one_head import BROADCAST, SHARED, share_one_head
 from te_compile.passes.text import ops_text
-from tests.capturing import captured
+from tests.capturing import rewritten
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -24,20 +25,7 @@ def heads(count: int, dtype: torch.dtype = torch.bfloat16, batch: int = BATCH) -
     return torch.randn(batch, count, LENGTH, WIDTH).to(dtype).requires_grad_()
 
 
-def changed(run: Callable[..., Tensor], *inputs: Tensor, tolerance: float = 5e-2) -> tuple[int, Any]:
-    """How many attentions of ``run`` were changed, and the graph; results and gradients are checked to be the same."""
-    gm, examples = captured(run, *inputs)
-    count = share_one_head(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    leaves = [x for x in inputs if x.requires_grad]
-    results = []
-    for y in (gm(*examples)[0], run(*inputs)):
-        weights = torch.linspace(-1, 2, y.numel()).view(y.shape)
-        results.append([y.detach(), *torch.autograd.grad((y.float() * weights).sum(), leaves)])
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
-    return count, gm.graph
+changed = partial(rewritten, share_one_head, tolerance=5e-2)  # of bfloat16
 
 
 def marks(graph: Any, key: str) -> list[Any]:
