@@ -35,7 +35,7 @@ from benchmarks.models import MODELS
 from te_compile import compilers
 from te_compile.backend import te_fp8
 from te_compile.inspect.from_config import _make_fake
-from te_compile.kernels import cublaslt, native
+from te_compile.kernels import cublaslt, native, norm_backward
 from te_compile.ops import deferred_gradient, registry
 from te_compile.passes import manager
 
@@ -105,6 +105,8 @@ def scheduling(found: dict[bool, Schedule]) -> Iterator[Callable[..., Any]]:
         stack.enter_context(inductor_config.patch(force_disable_caches=True))
         hopper = staticmethod(lambda device: registry.Target("cuda", (9, 0)))
         stack.enter_context(mock.patch.object(registry.Target, "of", hopper))
+        # An H200's processors and the shared memory of each: how many partial sums a norm's backward leaves.
+        stack.enter_context(mock.patch.object(norm_backward, "_device_limits", lambda index: (132, 227 << 10)))
         # What the C++ core would run, whether it is built here or not; its library cannot be asked without a GPU.
         stack.enter_context(mock.patch.object(native, "missing", lambda cuda=False: ""))
         stack.enter_context(mock.patch.object(cublaslt, "_refused", lambda *_: ""))

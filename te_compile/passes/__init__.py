@@ -38,6 +38,7 @@ from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
+from te_compile.passes.save_between_regions import save_between_regions
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.sum_columns_late import sum_columns_late
 from te_compile.passes.sum_loss_gradients import sum_loss_gradients
@@ -77,6 +78,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     accumulate_in_products,  # after add_in_products: of the uses of one weight the sum is the gradient
     tag_memory,
+    save_between_regions,  # after all that change what a region ends with
     recomputed_attentions,  # after tag_memory, which may say what is computed again
     choose_implementations,  # after all that change an operator: it judges them as they will run
     sum_columns_late,  # after it: only kernels sum in part

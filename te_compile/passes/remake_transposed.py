@@ -16,15 +16,14 @@ import operator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch._functorch.partitioners import must_recompute
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from te_compile.ops.pointwise import Place, Spec, grouped
 from te_compile.passes.arguments import arguments_of, is_te, ordered_arguments, result
 from te_compile.passes.new_nodes import call_like
 from te_compile.passes.prune_outputs import layouts_of
+from te_compile.passes.views import is_view
 
 _PRODUCERS = ("quantize", "norm_quantize", "fused_quantize")
 
@@ -65,20 +64,12 @@ def matrices_read_by(producer: Node) -> list[Node]:
 
 def _is_kept(source: Node) -> bool:
     """Does the backward pass read the elements of ``source`` already, in whatever shape?"""
-    while _is_view(source):
+    while is_view(source):
         source = source.all_input_nodes[0]
     family = [source]
     for member in family:
-        family += (user for user in member.users if _is_view(user) and user not in family)
-    return any(is_in_backward(user) and not _is_view(user) for member in family for user in member.users)
-
-
-def _is_view(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable or not node.all_input_nodes:
-        return False
-    returned = node.target._schema.returns
-    is_reshape = node.target is torch.ops.aten.reshape.default
-    return is_reshape or (len(returned) == 1 and returned[0].alias_info is not None)
+        family += (user for user in member.users if is_view(user) and user not in family)
+    return any(is_in_backward(user) and not is_view(user) for member in family for user in member.users)
 
 
 def remake(producer: Node) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +15,7 @@ from benchmarks import peak
 from benchmarks.layer import Work
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+ROOT = Path(__file__).parents[2]
 WORK = Work(hidden=256, intermediate=1024, heads=4, sequence=512, batch=4)
 
 
@@ -36,6 +43,16 @@ def test_torch_compile_is_estimated_as_well_and_nothing_is_left_behind() -> None
     assert 0 < row["saved_gib"] < row["peak_gib"]
     layer = torch.nn.Sequential(torch.nn.Linear(16, 16))
     assert torch.compile(layer, backend="eager")(torch.ones(2, 16)).shape == (2, 16)
+
+
+def test_the_command_runs_without_a_gpu_where_kernels_are_not_interpreted() -> None:
+    """Kernels that plan for the device's limits ask for a GPU's there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.peak", "--hidden", "256", "--sequence", "128", "--only", "te_fp8"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-2000:]
+    (row,) = map(json.loads, run.stdout.splitlines())
+    assert row["name"] == "te_fp8" and 0 < row["saved_gib"] < row["peak_gib"]
 
 
 def test_a_variant_that_does_not_exist_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
