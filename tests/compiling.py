@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from te_compile.backend import te_fp8
 from te_compile.passes.arguments import arguments_of, operator_of
 from te_compile.passes.manager import Compilation
+from te_compile.passes.set_names_aside import label_of
 from te_compile.state_files import state_dict
 
 BACKEND = "te_fp8"
@@ -136,4 +137,4 @@ def products(compilation: Compilation) -> list[Node]:
 def gemm_labels(*compilations: Compilation) -> Counter[str]:
     """How often each FP8 product stands in the joint graphs, e.g. {"fc forward": 1, "fc wgrad": 1}."""
     nodes = [node for compilation in compilations for node in products(compilation)]
-    return Counter(arguments_of(node)["label"] for node in nodes)
+    return Counter(label_of(node) for node in nodes)

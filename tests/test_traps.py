@@ -24,8 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from te_compile import compilers, state
 from te_compile.ops.scaling import HISTORY
 from te_compile.passes import lower, manager
-from te_compile.passes.arguments import arguments_of, is_te
+from te_compile.passes.arguments import is_te
 from te_compile.passes.memory import tag_memory
+from te_compile.passes.set_names_aside import label_of
 from tests.compiling import compiled, error_but_for_ties, gradients, products, relative_error, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -201,7 +202,7 @@ def test_what_forward_and_backward_need_of_one_tensor_is_quantised_once() -> Non
     with manager.recording() as records:
         model = Model()
         train_step(model, compiled(model), torch.randn(16, 32))
-    gemms = {arguments_of(node)["label"]: node for node in products(records[0])}
+    gemms = {label_of(node): node for node in products(records[0])}
 
     def producer(node: Any) -> Any:
         while not str(node.target).startswith("te."):

@@ -20,6 +20,7 @@ from te_compile.ops.grouped_gemm import PRODUCTS
 from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
 from te_compile.passes.arguments import arguments_of, is_te, operator_of
 from te_compile.passes.prune_outputs import PRODUCERS
+from te_compile.passes.set_names_aside import label_of
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 _MOST_OPERATIONS = 5  # in one description
@@ -102,7 +103,7 @@ def producer_text(gemm: Node, which: str) -> str:
     if producer is None:
         return ""
     readers = {user for item in producer.users for user in item.users if is_product(user)}
-    readers = {user for user in readers if arguments_of(user)["label"].endswith(" forward")}
+    readers = {user for user in readers if label_of(user).endswith(" forward")}
     shared = f"shared by {len(readers)}" if which == "x" and len(readers) > 1 else ""
     parts = [shared]
     if is_te(producer, "norm_quantize"):
@@ -139,7 +140,7 @@ def uses_in(joint: Graph) -> dict[str, list[Use]]:
     found: dict[str, dict[str, list[Node]]] = {}
     for node in joint.nodes:
         if node.op == "call_function" and is_product(node):
-            name, _, product = arguments_of(node)["label"].rpartition(" ")
+            name, _, product = label_of(node).rpartition(" ")
             found.setdefault(name, {}).setdefault(product, []).append(node)
     return {name: _paired(name, gemms) for name, gemms in found.items()}
 

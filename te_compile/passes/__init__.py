@@ -39,6 +39,7 @@ from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.save_between_regions import save_between_regions
+from te_compile.passes.set_names_aside import set_names_aside
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.sum_columns_late import sum_columns_late
 from te_compile.passes.sum_loss_gradients import sum_loss_gradients
@@ -82,6 +83,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     recomputed_attentions,  # after tag_memory, which may say what is computed again
     choose_implementations,  # after all that change an operator: it judges them as they will run
     sum_columns_late,  # after it: only kernels sum in part
+    set_names_aside,  # last: the others know products by their names
 )
 """On the joint graph of forward and backward."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
+from te_compile.passes.set_names_aside import label_of
 from tests.backend.models import Chain, Mlp, all_fp8, any_length, record_of_one_step
 from tests.compiling import compiled, gemm_labels, gradients, producers, products, relative_error, te_nodes
 from tests.emulation import emulated
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def operand_of_gemm(record: manager.Compilation, label: str, operand: str) -> Any:
     """The node that gives the GEMM ``label`` its ``operand``, behind views and getitems."""
-    (gemm,) = [node for node in products(record) if arguments_of(node)["label"] == label]
+    (gemm,) = [node for node in products(record) if label_of(node) == label]
     node = arguments_of(gemm)[operand]
     while not (node.op == "placeholder" or str(node.target).startswith("te.")):
         node = node.all_input_nodes[0]

@@ -18,6 +18,7 @@ from te_compile.ops.gemm_into_grad import GEMM_INTO_GRAD
 from te_compile.passes import manager
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.arguments import arguments_of
+from te_compile.passes.set_names_aside import label_of
 from tests.compiling import compiled, joint_of, te_nodes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -52,7 +53,7 @@ def rewritten(record: manager.Compilation) -> dict[str, Tensor]:
     for node in te_nodes(record, "gemm_into_grad"):
         arguments = arguments_of(node)
         assert arguments["inputs"] == len(inputs)
-        found[arguments["label"]] = inputs[arguments["place"]].meta["val"]
+        found[label_of(node)] = inputs[arguments["place"]].meta["val"]
     return found
 
 
@@ -62,7 +63,7 @@ def test_each_weights_gradient_is_a_product_that_may_add_to_another(dtype: torch
     record = record_of(Two().to(dtype), torch.randn(ROWS, WIDTH).to(dtype), dynamic=dynamic)
     found = {label: (tuple(given.shape), given.dtype) for label, given in rewritten(record).items()}
     assert found == {"a wgrad": ((INNER, WIDTH), dtype), "b wgrad": ((WIDTH, INNER), dtype)}
-    assert not any(arguments_of(node)["label"].endswith("wgrad") for node in te_nodes(record, "gemm"))
+    assert not any(label_of(node).endswith("wgrad") for node in te_nodes(record, "gemm"))
 
 
 def test_under_autocast_it_is_of_the_parameters_dtype() -> None:
@@ -192,7 +193,7 @@ class Scaled(Tied):
 @pytest.mark.parametrize("model", [Tied, Sliced, Scaled])
 def test_what_is_not_all_of_a_gradient_stays(model: type[nn.Module]) -> None:
     record = record_of(model(), torch.randn(ROWS, WIDTH))
-    wgrads = [node for node in te_nodes(record, "gemm") if arguments_of(node)["label"].endswith("wgrad")]
+    wgrads = [node for node in te_nodes(record, "gemm") if label_of(node).endswith("wgrad")]
     assert wgrads and not rewritten(record)
 
 

@@ -9,8 +9,8 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from te_compile.passes import manager
-from te_compile.passes.arguments import arguments_of
 from te_compile.passes.manager import Compilation
+from te_compile.passes.set_names_aside import label_of
 from tests.compiling import compiled, products, te_nodes, train_step
 from tests.test_save_memory import Gated, Layer
 
@@ -25,7 +25,7 @@ def record_of(model: nn.Module, x: Tensor, **options: bool) -> Compilation:
 
 
 def product(record: Compilation, label: str) -> Node:
-    (found,) = [node for node in products(record) if arguments_of(node)["label"] == label]
+    (found,) = [node for node in products(record) if label_of(node) == label]
     return found
 
 

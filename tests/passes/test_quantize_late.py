@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from te_compile.passes import manager
-from te_compile.passes.arguments import arguments_of
+from te_compile.passes.set_names_aside import label_of
 from tests.compiling import compiled, te_nodes, train_step
 from tests.test_save_memory import Gated, Layer
 
@@ -35,7 +35,7 @@ def test_a_product_follows_the_quantize_of_its_weight(make: type[Layer] | type[G
     of_weights = [node for node in nodes if all(source.op == "placeholder" for source in read(node))]
     of_weights = [node for node in of_weights if is_weight(node)]
     assert len(of_weights) == 2 * len(record.plan.sites)
-    assert all(arguments_of(next_call(node))["label"].endswith(("forward", "dgrad")) for node in of_weights)
+    assert all(label_of(next_call(node)).endswith(("forward", "dgrad")) for node in of_weights)
 
 
 def read(node: Node) -> list[Node]:

@@ -12,6 +12,7 @@ from te_compile.ops.quantize import transposed_reference
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.manager import Compilation
+from te_compile.passes.set_names_aside import label_of
 from te_compile.passes.transpose_late import _transposed
 from tests.capturing import traced
 from tests.compiling import compiled, joint_of, te_nodes, train_step
@@ -55,7 +56,7 @@ def test_the_backward_of_an_activation_writes_one_layout() -> None:
     assert (activation.args[4], activation.args[5]) == (True, False)
     copied = [node for node in joint_of(record).nodes if node.target is aten.view.dtype]
     assert [node.args[1] for node in copied] == 2 * [torch.uint8, torch.float8_e5m2]
-    readers = [arguments_of(reader)["label"] for node in copied[1::2] for reader in node.users]
+    readers = [label_of(reader) for node in copied[1::2] for reader in node.users]
     assert readers == ["up wgrad", "proj wgrad"]
 
 
