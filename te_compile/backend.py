@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.compilers import captures_cuda_graphs, compiler_of
+from te_compile.data_parallel import tell_of_cuts
 from te_compile.deferred_gradients import attached
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
@@ -53,6 +54,7 @@ def te_fp8(
     a bad option and StrictError where ``strict`` forbids what would stay in high precision.
     """
     chosen = Options.resolve(options, mode)
+    tell_of_cuts()
     gm = _own_copy(gm)
     plan = Plan()
     compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
