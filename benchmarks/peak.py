@@ -152,8 +152,8 @@ def layer(work: Work) -> tuple[nn.Module, Callable[[Any], None], int]:
     return model, lambda run: run(x).backward(dy), _bytes_of(model) + 2 * x.nbytes
 
 
-def llama(layers: int) -> tuple[nn.Module, Callable[[Any], None], int]:
-    """benchmarks.models' Llama of so many layers, and what its caller holds."""
+def llama(layers: int, checkpointed: bool = False) -> tuple[nn.Module, Callable[[Any], None], int]:
+    """benchmarks.models' Llama of so many layers, and what its caller holds. checkpointed: layers are recomputed."""
     import transformers
 
     fake, of = FakeTensorMode(allow_non_fake_inputs=True), MODELS["llama8b"]
@@ -162,6 +162,8 @@ def llama(layers: int) -> tuple[nn.Module, Callable[[Any], None], int]:
     config._attn_implementation, config.use_cache = "sdpa", False
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _make_fake(model, fake, "cpu")
     with fake:
         ids = torch.zeros(of.train, dtype=torch.int64)
@@ -179,6 +181,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=Work.hidden, help="of the layer (%(default)s)")
     parser.add_argument("--sequence", type=int, default=Work.sequence, help="of the layer (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
+    parser.add_argument("--checkpointed", action="store_true", help="the Llama's layers are recomputed in backward")
     parser.add_argument("--only", default=",".join(VARIANTS), help="(%(default)s)")
     add_out(parser)
     given = parser.parse_args()
@@ -187,7 +190,7 @@ def main() -> int:
         if variant not in VARIANTS:
             raise SystemExit(f"--only: no {variant!r}; there are {', '.join(VARIANTS)}")
         size = {"hidden": given.hidden, "intermediate": 4 * given.hidden, "sequence": given.sequence}
-        made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers)
+        made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers, given.checkpointed)
         rows.write(what=given.work, **estimated(variant, *made))
     return rows.exit_status()
 

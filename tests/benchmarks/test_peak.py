@@ -38,6 +38,16 @@ def test_the_copies_of_weights_and_what_waits_are_counted() -> None:
     assert (uncached["saved_gib"] - lean["saved_gib"]) * peak.GIB == pytest.approx(tokens * codes, rel=0.01)
 
 
+@pytest.mark.slow
+def test_checkpointing_keeps_the_inputs_of_layers_and_little_else() -> None:
+    """And as little as with torch.compile."""
+    pytest.importorskip("transformers")
+    every, inputs = (peak.estimated("te_fp8_uncached", *peak.llama(4, checkpointed)) for checkpointed in (False, True))
+    plain = peak.estimated("compile", *peak.llama(4, checkpointed=True))
+    assert inputs["saved_gib"] < 0.3 * every["saved_gib"]
+    assert inputs["peak_gib"] < plain["peak_gib"] < every["peak_gib"]
+
+
 def test_torch_compile_is_estimated_as_well_and_nothing_is_left_behind() -> None:
     (row,) = rows("compile")
     assert 0 < row["saved_gib"] < row["peak_gib"]

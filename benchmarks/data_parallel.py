@@ -1,0 +1,184 @@
+"""Training steps on several GPUs, a process for each: te_fp8 beside torch.compile under DDP and FSDP.
+
+Every rank trains a Llama of its own data, optimizer included. The ways:
+
+- ``alone``: without exchange, what the others are held against.
+- ``ddp``: DistributedDataParallel around a graph that is left whole (``optimize_ddp=False``): gradients are exchanged
+  behind the backward pass.
+- ``ddp_cut``: Dynamo's default, which cuts the graph at the buckets of 25 MiB, so that they are exchanged meanwhile.
+- ``fsdp``: ``fully_shard`` around blocks that are compiled one by one; parameters in fp32, computed with in bf16.
+
+One row for each way and variant: the median step of rank 0, how long the first steps took with what they compile, the
+peak of its memory, and the loss behind them, which te_fp8 must share with torch.compile to 5%. Without GPUs all of it
+runs on tiny shapes over gloo, and the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.measure import DEVICE, Rows, add_out, describe_device
+
+ON_GPU = DEVICE.type == "cuda"
+LLAMA = (
+    {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8}
+    if ON_GPU
+    else {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2}
+)
+BATCH, SEQUENCE = (8, 1024) if ON_GPU else (2, 32)
+WARM_UP = 6  # steps: the compilation, the calibration, and recorded calls
+WAYS = ("alone", "ddp", "ddp_cut", "fsdp")
+VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "compile": ("inductor", None),
+    "te_fp8": ("te_fp8", None),
+    "te_fp8_alone": ("te_fp8", {"recipe": {"name": "delayed", "reduce_amax": False}}),  # ranks keep their own scales
+    "te_fp8_current": ("te_fp8", {"recipe": "current"}),
+}
+"""Backend and options by name."""
+
+
+def llama(dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model, with the same weights on every rank."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LLAMA, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    config.use_cache = False
+    with device:
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.to(dtype).train()
+
+
+def built(way: str, name: str, device: torch.device) -> tuple[Callable[..., Any], nn.Module]:
+    """What a step calls, and the module whose parameters it trains."""
+    backend, options = VARIANTS[name]
+    if way == "fsdp":
+        model: Any = llama(torch.float32, device)
+        for block in model.model.layers:
+            block.compile(backend=backend, options=options)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for each in (*model.model.layers, model):
+            fully_shard(each, mp_policy=policy)
+        return model, model
+    model = llama(torch.bfloat16, device)
+    torch._dynamo.config.optimize_ddp = way == "ddp_cut"
+    called = model
+    if way != "alone":
+        places = [device] if device.type == "cuda" else None
+        called = nn.parallel.DistributedDataParallel(model, device_ids=places, gradient_as_bucket_view=True)
+    return torch.compile(called, backend=backend, options=options), model
+
+
+def measured(way: str, name: str, device: torch.device, ids: torch.Tensor, iterations: int) -> dict[str, Any]:
+    """The figures of a row."""
+    torch._dynamo.reset()
+    called, model = built(way, name, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = called(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    began = time.perf_counter()
+    for _ in range(WARM_UP):
+        loss = step()
+    figures = {"loss": loss.item(), "start_s": time.perf_counter() - began}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = sorted(_one(step) for _ in range(iterations))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {"ms": times[len(times) // 2], "peak_gib": peak, **figures}
+
+
+def _one(step: Callable[[], Any]) -> float:
+    """The milliseconds of one call."""
+    if not ON_GPU:
+        began = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - began)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) -> None:
+    """All rows, as one of the processes sees them; the first one writes them."""
+    device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    options = {"device_id": device} if ON_GPU else {}
+    backend = "nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, **options)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3, LLAMA["vocab_size"], (BATCH, SEQUENCE), generator=generator).to(device)
+    rows = Rows(given.out if rank == 0 else None)
+    if rank == 0:
+        describe_device(rows)
+    for way in given.ways.split(","):
+        losses: dict[str, float] = {}
+        for name in given.only.split(","):
+            row = measured(way, name, device, ids, given.iters)
+            losses[name] = row["loss"]
+            if rank == 0:
+                rows.write(what="data_parallel", ranks=ranks, way=way, name=name, **row)
+            off = abs(row["loss"] / losses.get("compile", row["loss"]) - 1)
+            if off > 0.05:
+                rows.fail(f"{way} {name}", f"the loss is {off:.1%} off torch.compile's")
+    dist.destroy_process_group()
+    if rank == 0 and rows.exit_status():
+        sys.exit(1)
+
+
+def _known(given: str, names: Any, option: str) -> str:
+    """``given``, a comma-separated list; a name that does not exist ends the program with those that do."""
+    for name in given.split(","):
+        if name not in names:
+            raise SystemExit(f"{option}: no {name!r}; there are {', '.join(names)}")
+    return given
+
+
+def main() -> int:
+    """Start the ranks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if ON_GPU else 2, help="(%(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="(%(default)s)")
+    parser.add_argument("--only", default=",".join(VARIANTS), help="variants (%(default)s)")
+    parser.add_argument("--iters", type=int, default=12, help="timed steps per row (%(default)s)")
+    add_out(parser)
+    given = parser.parse_args()
+    _known(given.ways, WAYS, "--ways")
+    _known(given.only, VARIANTS, "--only")
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = (given.ranks, str(Path(directory) / "rendezvous"), given)
+        try:
+            mp.spawn(run_rank, ranks, given.ranks)  # type: ignore[no-untyped-call]
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            print(f"FAILED {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
