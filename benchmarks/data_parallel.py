@@ -9,8 +9,8 @@ Every rank trains a Llama of its own data, optimizer included. The ways:
 - ``fsdp``: ``fully_shard`` around blocks that are compiled one by one; parameters in fp32, computed with in bf16.
 
 One row for each way and variant: the median step of rank 0, how long the first steps took with what they compile, the
-peak of its memory, and the loss behind them, which te_fp8 must share with torch.compile to 5%. Without GPUs all of it
-runs on tiny shapes over gloo, and the times mean nothing.
+peak of its memory, and how far the loss fell in them, for te_fp8 at least nine tenths as far as for torch.compile.
+Without GPUs all of it runs on tiny shapes over gloo, and the times mean nothing.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ def measured(way: str, name: str, device: torch.device, ids: torch.Tensor, itera
         return loss.detach()
 
     began = time.perf_counter()
-    for _ in range(WARM_UP):
-        loss = step()
-    figures = {"loss": loss.item(), "start_s": time.perf_counter() - began}
+    losses = [step().item() for _ in range(WARM_UP)]
+    figures = {"fell": losses[0] - losses[-1], "start_s": time.perf_counter() - began}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = sorted(_one(step) for _ in range(iterations))
@@ -137,15 +136,16 @@ def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) 
     if rank == 0:
         describe_device(rows)
     for way in given.ways.split(","):
-        losses: dict[str, float] = {}
+        fell: dict[str, float] = {}
         for name in given.only.split(","):
             row = measured(way, name, device, ids, given.iters)
-            losses[name] = row["loss"]
+            fell[name] = row["fell"]
             if rank == 0:
                 rows.write(what="data_parallel", ranks=ranks, way=way, name=name, **row)
-            off = abs(row["loss"] / losses.get("compile", row["loss"]) - 1)
-            if off > 0.05:
-                rows.fail(f"{way} {name}", f"the loss is {off:.1%} off torch.compile's")
+            if row["fell"] < 0.9 * fell.get("compile", row["fell"]):
+                rows.fail(
+                    f"{way} {name}", f"the loss fell by {row['fell']:.4f}, torch.compile's by {fell['compile']:.4f}"
+                )
     dist.destroy_process_group()
     if rank == 0 and rows.exit_status():
         sys.exit(1)
