@@ -33,7 +33,6 @@ from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.memory import autograd_is_compiled
-from te_compile.passes.set_names_aside import set_names_aside
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 from te_compile.prepared_kernels import KernelsAhead, TimedTiles
 
@@ -114,8 +113,6 @@ def joint_passes(options: Options) -> tuple[GraphPass, ...]:
     left_out = set() if options.save_memory else set(TO_SAVE_MEMORY)
     if not options.accumulate_in_products or _asks_nobody(options):
         left_out.add(accumulate_in_products)
-    if options.compiler == "aot_eager":  # whose graphs are read by people, and cached by nobody
-        left_out.add(set_names_aside)
     return tuple(each for each in JOINT_PASSES if each not in left_out)
 
 

@@ -195,7 +195,7 @@ def test_places_may_be_played_early_where_a_graph_writes_into_no_input(
     monkeypatch.setattr(fallbacks, "DIRECT_ON", {"cpu"})
     compiled = torch.compile(Writes(), backend="te_fp8")
     _, codes = run_and_get_code(lambda: compiled(torch.randn(32, 16), changed).sum().backward())
-    forward = next(code for code in codes if "update_scales_" in code and "fc forward" in code)
+    forward = next(code for code in codes if "update_scales_" in code and "'wgrad'" not in code)
     assert ("site(early=True)" in forward) == (not changed) and ("site()" in forward) == bool(changed)
 
 

@@ -41,12 +41,13 @@ def test_a_graph_without_products_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_graphs_that_run_operator_by_operator_keep_them() -> None:
+def test_reports_find_the_names_in_a_finished_graph() -> None:
     net = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
     with manager.recording() as records:
-        train_step(net, compiled(net), torch.randn(8, 32))
-    assert all(arguments_of(node)["label"] == label_of(node) for node in products(records[0]))
-    assert all(count == 1 for count in gemm_labels(records[0]).values())
+        train_step(net, compiled(net), torch.randn(8, 32, requires_grad=True))
+    assert {arguments_of(node)["label"] for node in products(records[0])} == {"forward", "dgrad", "wgrad"}
+    expected = {f"{i} {product}" for i in (0, 2) for product in ("forward", "dgrad", "wgrad")}
+    assert gemm_labels(records[0]) == dict.fromkeys(expected, 1)
 
 
 @pytest.mark.slow
