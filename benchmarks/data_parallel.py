@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.measure import DEVICE, Rows, add_out, describe_device
+from benchmarks.measure import DEVICE, Memory, Rows, add_out, describe_device, known, median_ms
 
 ON_GPU = DEVICE.type == "cuda"
 LLAMA = (
@@ -45,7 +45,10 @@ WAYS = ("alone", "ddp", "ddp_cut", "fsdp")
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "compile": ("inductor", None),
     "te_fp8": ("te_fp8", None),
-    "te_fp8_alone": ("te_fp8", {"recipe": {"name": "delayed", "reduce_amax": False}}),  # ranks keep their own scales
+    "te_fp8_unreduced": (
+        "te_fp8",
+        {"recipe": {"name": "delayed", "reduce_amax": False}},
+    ),  # scales of its own
     "te_fp8_current": ("te_fp8", {"recipe": "current"}),
 }
 """Backend and options by name."""
@@ -99,25 +102,9 @@ def measured(way: str, name: str, device: torch.device, ids: torch.Tensor, itera
     began = time.perf_counter()
     losses = [step().item() for _ in range(WARM_UP)]
     figures = {"fell": losses[0] - losses[-1], "start_s": time.perf_counter() - began}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = sorted(_one(step) for _ in range(iterations))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return {"ms": times[len(times) // 2], "peak_gib": peak, **figures}
-
-
-def _one(step: Callable[[], Any]) -> float:
-    """The milliseconds of one call."""
-    if not ON_GPU:
-        began = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - began)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    with Memory() as memory:
+        milliseconds = median_ms(step, iterations, warmup=0)
+    return {"ms": milliseconds, **memory.row(), **figures}
 
 
 def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) -> None:
@@ -135,9 +122,9 @@ def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) 
     rows = Rows(given.out if rank == 0 else None)
     if rank == 0:
         describe_device(rows)
-    for way in given.ways.split(","):
+    for way in given.ways:
         fell: dict[str, float] = {}
-        for name in given.only.split(","):
+        for name in given.only:
             row = measured(way, name, device, ids, given.iters)
             fell[name] = row["fell"]
             if rank == 0:
@@ -151,14 +138,6 @@ def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) 
         sys.exit(1)
 
 
-def _known(given: str, names: Any, option: str) -> str:
-    """``given``, a comma-separated list; a name that does not exist ends the program with those that do."""
-    for name in given.split(","):
-        if name not in names:
-            raise SystemExit(f"{option}: no {name!r}; there are {', '.join(names)}")
-    return given
-
-
 def main() -> int:
     """Start the ranks; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -168,12 +147,11 @@ def main() -> int:
     parser.add_argument("--iters", type=int, default=12, help="timed steps per row (%(default)s)")
     add_out(parser)
     given = parser.parse_args()
-    _known(given.ways, WAYS, "--ways")
-    _known(given.only, VARIANTS, "--only")
+    given.ways, given.only = known("--ways", given.ways, WAYS), known("--only", given.only, VARIANTS)
     with tempfile.TemporaryDirectory() as directory:
         ranks = (given.ranks, str(Path(directory) / "rendezvous"), given)
         try:
-            mp.spawn(run_rank, ranks, given.ranks)  # type: ignore[no-untyped-call]
+            mp.spawn(run_rank, ranks, given.ranks)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
             print(f"FAILED {error}", file=sys.stderr)
             return 1

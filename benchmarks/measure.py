@@ -118,6 +118,15 @@ def chosen(variants: Iterable[Variant], only: str) -> list[Variant]:
     return [variant for variant in found if not names or variant.name in names]
 
 
+def known(option: str, given: str, names: Iterable[str]) -> list[str]:
+    """The names in ``given``, a comma-separated list; one that is not of ``names`` ends the program with these."""
+    found, there = given.split(","), list(names)
+    for name in found:
+        if name not in there:
+            raise SystemExit(f"{option}: no {name!r}; there are {', '.join(there)}")
+    return found
+
+
 def describe_device(rows: Rows) -> None:
     """One row that says what the others were measured on: the machine, torch, and which attention PyTorch takes.
 

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.layer import SAVING, Layer, Work
-from benchmarks.measure import Rows, add_out
+from benchmarks.measure import Rows, add_out, known
 from benchmarks.models import MODELS
 from te_compile import compilers
 from te_compile.backend import te_fp8
@@ -186,9 +186,7 @@ def main() -> int:
     add_out(parser)
     given = parser.parse_args()
     rows = Rows(given.out)
-    for variant in given.only.split(","):
-        if variant not in VARIANTS:
-            raise SystemExit(f"--only: no {variant!r}; there are {', '.join(VARIANTS)}")
+    for variant in known("--only", given.only, VARIANTS):
         size = {"hidden": given.hidden, "intermediate": 4 * given.hidden, "sequence": given.sequence}
         made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers, given.checkpointed)
         rows.write(what=given.work, **estimated(variant, *made))

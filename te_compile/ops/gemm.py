@@ -10,7 +10,8 @@ promoted to fp32); Transformer Engine uses fast for forward and split for both g
 accumulates in fp32 for both. ``addend`` is a residual stream, or the gradient that another linear has for the same
 input; a pass puts it here (passes/add_in_products.py). The reference rounds the sum once; an implementation may round
 the product to 16 bits before it adds, as two operators would (cuBLASLt's for Hopper does). ``label`` names the linear
-and the product, for people and reports; it changes no number.
+and the product, for people and reports; it changes no number. In compiled code the product alone is left of it
+(passes/set_names_aside.py).
 """
 
 from __future__ import annotations

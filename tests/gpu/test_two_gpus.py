@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
@@ -184,7 +185,7 @@ def test_a_model_that_accelerate_spreads_over_both_answers_as_without_fp8() -> N
 
 def in_parallel(work: Callable[..., None], directory: Path, seed: int, *given: Any) -> list[Any]:
     """What each of two ranks wrote."""
-    mp.spawn(_rank, (work, str(directory), seed, *given), 2)  # type: ignore[no-untyped-call]
+    mp.spawn(_rank, (work, str(directory), seed, *given), 2)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
 
 
@@ -203,7 +204,7 @@ def whole(parameters: Any) -> list[Tensor]:
     return [getattr(each, "full_tensor", lambda each=each: each)().detach().clone().float() for each in parameters]
 
 
-def check_against_high_precision(model: nn.Module, train: Callable[..., None], rank: int) -> None:
+def check_against_high_precision(model: nn.Module, train: Callable[[list[Tensor]], list[Tensor]], rank: int) -> None:
     """Train ``model`` on this rank's halves, and a copy without FP8 on all: both must take the same way."""
     plain, data = copy.deepcopy(model), batches(torch.float32)
     before = whole(plain.parameters())
@@ -256,8 +257,6 @@ def _sharded(rank: int, how: str) -> dict[str, Any]:
         for block in trained.blocks:
             block.compile(backend=BACKEND, options=OPTIONS)
         if how == "flat parameters":
-            from torch.distributed.fsdp import MixedPrecision
-
             return FullyShardedDataParallel(
                 trained,
                 use_orig_params=True,
