@@ -36,9 +36,10 @@ LLAMA = (
     {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6}
     | {"num_attention_heads": 32, "num_key_value_heads": 8}
     if ON_GPU
-    else {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    else {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 2}
 )
+BUCKET_MIB = 25 if ON_GPU else 1  # PyTorch's default, and less for the tiny model, so that it is cut as well
 BATCH, SEQUENCE = (8, 1024) if ON_GPU else (2, 32)
 WARM_UP = 6  # steps: the compilation, the calibration, and recorded calls
 WAYS = ("alone", "ddp", "ddp_cut", "fsdp")
@@ -82,7 +83,9 @@ def built(way: str, name: str, device: torch.device) -> tuple[Callable[..., Any]
     called = model
     if way != "alone":
         places = [device] if device.type == "cuda" else None
-        called = nn.parallel.DistributedDataParallel(model, device_ids=places, gradient_as_bucket_view=True)
+        called = nn.parallel.DistributedDataParallel(
+            model, device_ids=places, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB
+        )
     return torch.compile(called, backend=backend, options=options), model
 
 

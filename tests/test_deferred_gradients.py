@@ -143,6 +143,27 @@ def test_logits_are_the_models_and_differentiable(compiler: str, speaker: Speake
         assert not run(*ids)["logits"].requires_grad
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_graph_that_data_parallelism_cuts_is_compiled_once(
+    compiler: str, speaker: Speaker, ids: tuple[Tensor, Tensor], one_rank: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo calls the code of a piece with fake tensors, to learn the layouts that the next piece is given. A ticket
+    has no number then. A piece that fails there has the whole graph compiled anew, broken where it returns."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    dy = torch.randn(2, 5, CLASSES, dtype=torch.bfloat16) / 100
+    run = compiled(nn.parallel.DistributedDataParallel(speaker, bucket_cap_mb=0.02), compiler=compiler)
+    torch._dynamo.utils.counters.clear()
+    with manager.recording() as records:
+        both(run, ids, dy)
+    found = gradients(speaker)
+    speaker.zero_grad()
+    both(speaker, ids, dy)
+    assert len(records) == 2 and any(loss_backwards(record, defers=True) for record in records)
+    assert not any("ackend compiler" in reason for reason in torch._dynamo.utils.counters["graph_break"])
+    for name, each in gradients(speaker).items():
+        assert (found[name] - each).float().norm() <= 2**-7 * each.float().norm(), name
+
+
 def test_a_forward_that_is_run_anew_says_that_the_gradient_is_lost(
     speaker: Speaker, ids: tuple[Tensor, Tensor]
 ) -> None:

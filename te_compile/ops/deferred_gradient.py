@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_compile.kernels.recording import here
 from te_compile.ops.library import define
@@ -25,11 +26,16 @@ TICKET_DTYPE = torch.float64  # differentiable, and exact for more numbers than 
 
 
 class Waiting:
-    """Holds a gradient until the backward that has the ticket takes it, or until whoever made this is gone."""
+    """Holds a gradient until the backward that has the ticket takes it, or until whoever made this is gone.
+
+    A fake ticket has no number, and nobody runs a backward of it: where DistributedDataParallel has a graph cut, Dynamo
+    calls what was compiled of a piece with fake tensors, to know what the next piece is given.
+    """
 
     def __init__(self, ticket: Tensor) -> None:
         self.gradient: Tensor | None = None
-        _waiting[_number_of(ticket)] = self
+        if not isinstance(ticket, FakeTensor):
+            _waiting[_number_of(ticket)] = self
 
     def add(self, gradient: Tensor) -> None:
         """Leave a gradient, beside what waits already."""
