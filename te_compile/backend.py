@@ -24,6 +24,7 @@ from te_compile.deferred_gradients import attached
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
 from te_compile.passes.attention_kernels import choose_attention_kernels
+from te_compile.passes.constants_across_cuts import constant_outputs, note_constant_inputs, telling
 from te_compile.passes.defer_logits_gradient import defer_logits_gradient
 from te_compile.passes.draw_dropouts import draw_dropouts
 from te_compile.passes.find_attentions import find_attentions
@@ -58,12 +59,17 @@ def te_fp8(
     gm = _own_copy(gm)
     plan = Plan()
     compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
+    note = partial(note_constant_inputs, gm.graph, example_inputs)
+    compilation.run("note_constant_inputs", note, gm.graph)
+    constants = constant_outputs(gm.graph)
     signature = rewrite(gm, example_inputs, chosen, compilation)
     deferred = _deferred(gm, chosen, compilation)
     added = example_inputs_of(signature, chosen.recipe)
     compiled = compiler_of(chosen)(gm, [*added, *example_inputs], chosen, compilation)
     if deferred:
         compiled = attached(compiled, deferred)
+    if constants:
+        compiled = telling(compiled, constants)
     if not signature.added:  # nothing in FP8, nothing to look up
         return compiled
     runner = Runner(compiled, signature, gm, chosen.recipe, captures_cuda_graphs(chosen))

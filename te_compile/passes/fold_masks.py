@@ -42,6 +42,9 @@ whole rows and does so behind attention now."""
 MASK_STAYS = "te_mask_stays"
 """Meta key of an attention: why its mask was left."""
 
+KNOWN_VALUE = "te_known_value"
+"""Meta key of a placeholder: the constant that it gets in every call, on the CPU (constants_across_cuts.py)."""
+
 MOST_ELEMENTS = 1 << 28  # of a mask that is evaluated: 256 MiB of booleans, a second or two
 
 _PURE_FUNCTIONS = {
@@ -65,8 +68,8 @@ _PURE_METHODS = {
 }  # fmt: skip
 
 
-class _NotConstantError(Exception):
-    """The value depends on an input, on a symbolic size, or on something whose purity is not known."""
+class NotConstantError(Exception):
+    """The value depends on an input of the call, on a symbolic size, or on something whose purity is not known."""
 
 
 @dataclass
@@ -88,7 +91,7 @@ def _is_pure(node: Node) -> bool:
 def _on_cpu(value: Any) -> Any:
     """Arguments as evaluation uses them: devices become the CPU; a symbolic size cannot be used."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise _NotConstantError
+        raise NotConstantError
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu", "xpu", "mps"):
@@ -124,7 +127,10 @@ def evaluated(node: Node, known: Constants, through: Callable[[Node], Node] = la
             waiting.pop()
             continue
         if may_change(current, known.changes):
-            raise _NotConstantError
+            raise NotConstantError
+        if KNOWN_VALUE in current.meta:
+            values[current] = current.meta[KNOWN_VALUE]
+            continue
         source = through(current)
         if source is not current:
             if source in values:
@@ -133,7 +139,7 @@ def evaluated(node: Node, known: Constants, through: Callable[[Node], Node] = la
                 waiting.append(source)
             continue
         if not _is_pure(current):
-            raise _NotConstantError
+            raise NotConstantError
         missing = [each for each in current.all_input_nodes if each not in values]
         if missing:
             waiting.extend(missing)
@@ -146,7 +152,7 @@ def _computed(node: Node, known: dict[Node, Any]) -> Any:
     example = value_of(node)
     sizes = example.shape if isinstance(example, Tensor) else ()
     if any(not isinstance(size, int) for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
-        raise _NotConstantError
+        raise NotConstantError
     args, kwargs = (map_arg(_on_cpu(part), known.__getitem__) for part in (node.args, node.kwargs))
     kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
     call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
@@ -155,7 +161,7 @@ def _computed(node: Node, known: dict[Node, Any]) -> Any:
         try:
             return call(*(args[1:] if node.op == "call_method" else args), **kwargs)
         except (RuntimeError, TypeError) as error:  # what cannot be computed here is no constant to us
-            raise _NotConstantError from error
+            raise NotConstantError from error
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
@@ -196,7 +202,7 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
     """
     try:
         value = evaluated(mask, Constants(changes=changes))
-    except _NotConstantError:
+    except NotConstantError:
         return proven_meaning(mask, changes=changes) is not None
     return isinstance(value, Tensor) and bool((value.amax(-1) > HIDES_A_ROW).all())
 
@@ -206,7 +212,7 @@ def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: C
     through = _seen_through(region)
     try:
         value = evaluated(mask, known, through)
-    except _NotConstantError:
+    except NotConstantError:
         return proven_meaning(mask, (query.shape[-2], key.shape[-2]), through, known.changes)
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
 
@@ -252,7 +258,7 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
     """Why a mask that nothing was proved about is left, in words for a report."""
     try:
         value = evaluated(mask, known, _seen_through(region))
-    except _NotConstantError:
+    except NotConstantError:
         given = _input_behind(mask, region)
         if given is None:
             return _UNPROVEN
