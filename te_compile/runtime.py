@@ -22,7 +22,7 @@ from te_compile import state
 from te_compile.again import Memory
 from te_compile.flat_parameters import parameter_of
 from te_compile.head_start import HeadStart
-from te_compile.ops import calibration
+from te_compile.ops import agreement, calibration
 from te_compile.ops.scaling import HISTORY
 from te_compile.ops.weights import QUANTIZE_WEIGHTS
 from te_compile.passes.cached_weights import WeightGroup
@@ -248,6 +248,8 @@ class Runner:
         found = _States([each.forward for each in states], [each.forward_number for each in states])
         if training:
             found.tensors.extend(each.backward for each in states)
+            if not isinstance(weights[0], FakeTensor):
+                agreement.remember([each.backward for each in states])
             found.tensors.append(self._token_on(states[0].forward.device))
             found.backward.extend(each.backward_number for each in states)
         return found

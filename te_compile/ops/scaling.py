@@ -15,18 +15,20 @@ lets the others read the state after all (passes/read_scales_in_place.py).
     amax = 0          nothing changes
     else              the history rolls, and the scale becomes the recipe's formula for its maximum (or for this amax)
 
-With several ranks, each seeing its own data, all take the largest amax first, in one all-reduce for all states.
+With several ranks, each seeing its own data, all take the largest amax first, in one all-reduce for all states
+(agreement.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_compile.ops import registry
+from te_compile.ops import agreement, registry
 from te_compile.ops.library import define
 from te_compile.recipe import DelayedScaling, recipe_of
 
@@ -84,16 +86,7 @@ def flattened(amaxes: Sequence[Tensor]) -> Tensor:
 
 def asks_others(recipe: DelayedScaling) -> bool:
     """Are there several ranks, which take the largest amax of all?"""
-    distributed = torch.distributed
-    running = distributed.is_available() and distributed.is_initialized()
-    return recipe.reduce_amax and running and distributed.get_world_size() > 1
-
-
-def _agreed(amaxes: Sequence[Tensor]) -> list[Tensor]:
-    """The largest amaxes over all ranks, in one tensor; infinity wins and is skipped."""
-    flat = flattened(amaxes)
-    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX)
-    return [flat]
+    return recipe.reduce_amax and agreement.are_several()
 
 
 def _delayed(recipe: str) -> DelayedScaling:
@@ -120,8 +113,9 @@ def update_alone(
     return ()
 
 
-def scale_update(alone: Callable[..., Any]) -> Callable[..., None]:
-    """The operator's code. alone: :func:`update_alone`, or what calls it faster."""
+def scale_update(alone: Callable[..., Any], in_cuda_graphs: bool = False) -> Callable[..., None]:
+    """The operator's code. alone: :func:`update_alone`, or what calls it faster. in_cuda_graphs: may the memory of
+    amaxes on a GPU be that of a CUDA graph, which is someone else's as soon as the graph has run?"""
 
     def run(
         states: list[Tensor],
@@ -132,12 +126,21 @@ def scale_update(alone: Callable[..., Any]) -> Callable[..., None]:
     ) -> None:
         if not amaxes:
             return
-        if asks_others(_delayed(recipe)):
-            update_alone(states, _agreed(amaxes), direction, recipe, implementation)
-        else:
+        if not asks_others(_delayed(recipe)):
             alone(states, amaxes, direction, recipe, implementation)
+            return
+        flat, how = flattened(amaxes), (direction, recipe, implementation)
+        if direction == BACKWARD and not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
+            agreement.agree_by_the_end(flat, states, partial(_updated, how), how)
+            return
+        agreement.agree(flat)
+        update_alone(states, [flat], *how)
 
     return run
+
+
+def _updated(how: tuple[str, str, str], states: list[Tensor], amaxes: list[Tensor]) -> None:
+    update_alone(states, amaxes, *how)
 
 
 def _update_scales_fake(*_: Any, **__: Any) -> None:
@@ -147,6 +150,6 @@ def _update_scales_fake(*_: Any, **__: Any) -> None:
 UPDATE_SCALES: Any = define(
     "update_scales_(Tensor(a!)[] states, Tensor[] amaxes, str direction, str recipe, "
     'str implementation="reference") -> ()',
-    scale_update(update_alone),
+    scale_update(update_alone, in_cuda_graphs=True),
     _update_scales_fake,
 )

@@ -1,0 +1,181 @@
+"""Ranks agree on amaxes at once in a forward pass, and by its end in a backward pass: with the same result."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_compile.ops import agreement, scaling
+from te_compile.ops.scaling import UPDATE_SCALES
+from te_compile.recipe import DelayedScaling, remember
+from te_compile.state_files import state_dict
+from tests.compiling import compiled
+
+pytestmark = pytest.mark.usefixtures("one_rank", "fresh_dynamo")
+KEY = remember(DelayedScaling(amax_history_len=4))
+
+
+@pytest.fixture(autouse=True)
+def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """As if there were several ranks; notes of each all-reduce whether it was only started."""
+    noted: list[bool] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def noting(tensor: Tensor, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
+        noted.append(async_op)
+        return all_reduce(tensor, *arguments, async_op=async_op, **named)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", noting)
+    monkeypatch.setattr(agreement, "are_several", lambda: True)
+    return noted
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many states each update has taken."""
+    noted: list[int] = []
+    alone = scaling.update_alone
+
+    def noting(states: list[Tensor], *rest: Any) -> Any:
+        noted.append(len(states))
+        return alone(states, *rest)
+
+    monkeypatch.setattr(scaling, "update_alone", noting)
+    return noted
+
+
+def in_backward(*works: Callable[[], None]) -> None:
+    """Do ``works`` one after the other in one backward pass."""
+    waiting = iter(works)
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            next(waiting)()
+            return gradient
+
+    x = torch.ones((), requires_grad=True)
+    for _ in works:
+        x = Work.apply(x)
+    x.backward()
+
+
+def fresh(count: int) -> list[Tensor]:
+    """States, which last."""
+    states = [torch.zeros(1, 6) for _ in range(count)]
+    agreement.remember(states)
+    return states
+
+
+def test_a_backward_pass_updates_all_at_its_end(reductions: list[bool], updates: list[int]) -> None:
+    states, amaxes, seen = fresh(3), torch.rand(3) + 0.5, []
+
+    def first() -> None:
+        UPDATE_SCALES(states[:2], [amaxes[:2]], "backward", KEY)
+        seen.append(states[0].abs().max().item())
+
+    in_backward(first, lambda: UPDATE_SCALES(states[2:], [amaxes[2]], "backward", KEY))
+    assert seen == [0.0] and reductions == [True, True] and updates == [3]
+    for state, amax in zip(states, amaxes, strict=True):
+        assert state[0].tolist() == [pytest.approx(57344.0 / amax.item()), 0.0, amax.item(), 0.0, 0.0, 0.0]
+
+
+def test_updates_of_one_state_follow_each_other(updates: list[int]) -> None:
+    (state,), expected = fresh(1), fresh(1)
+    amaxes = [torch.tensor(3.0), torch.tensor(2.0)]
+    in_backward(*(lambda amax=amax: UPDATE_SCALES([state], [amax], "backward", KEY) for amax in amaxes))
+    for amax in amaxes:
+        UPDATE_SCALES(expected, [amax], "backward", KEY)
+    assert updates[:2] == [1, 1] and torch.equal(state, expected[0]) and state[0, 2:4].tolist() == [2.0, 3.0]
+
+
+def test_updates_of_other_recipes_are_done_apart(updates: list[int]) -> None:
+    other = remember(DelayedScaling(amax_history_len=4, margin=1))
+    states = fresh(2)
+    in_backward(
+        lambda: UPDATE_SCALES(states[:1], [torch.ones(1)], "backward", KEY),
+        lambda: UPDATE_SCALES(states[1:], [torch.ones(1)], "backward", other),
+    )
+    assert updates == [1, 1] and [state[0, 0].item() for state in states] == [57344.0, 28672.0]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_outside_of_a_backward_pass_nothing_waits(direction: str, reductions: list[bool]) -> None:
+    states = fresh(1)
+    UPDATE_SCALES(states, [torch.ones(1)], direction, KEY)
+    assert reductions == [False] and states[0][0, 2] == 1
+
+
+def test_a_forward_pass_within_a_backward_pass_does_not_wait(reductions: list[bool]) -> None:
+    """One that a checkpoint runs anew reads what it has updated."""
+    states = fresh(1)
+    in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "forward", KEY))
+    assert reductions == [False]
+
+
+def test_compiled_autograd_does_not_wait(reductions: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.compiled_autograd, "compiled_autograd_enabled", True)
+    states = fresh(1)
+    in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY))
+    assert reductions == [False] and states[0][0, 2] == 1
+
+
+def test_copies_of_states_are_updated_at_once(reductions: list[bool]) -> None:
+    """What runs operators one by one hands them copies, and writes these back."""
+    (state,) = fresh(1)
+    copy = state.clone()
+    in_backward(lambda: UPDATE_SCALES([copy], [torch.ones(1)], "backward", KEY))
+    assert reductions == [False] and copy[0, 2] == 1 and not state.any()
+
+
+def test_states_that_are_gone_are_forgotten() -> None:
+    states = fresh(2)
+    addresses = {state.data_ptr() for state in states}
+    assert addresses <= agreement._lasting.keys() and agreement.are_lasting(states)
+    del states
+    gc.collect()
+    assert not addresses & agreement._lasting.keys()
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    states = fresh(1)
+    with pytest.raises(ZeroDivisionError):
+        in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY), fail)
+    gc.collect()
+    assert not agreement._waiting and not states[0].any()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_training_has_the_states_that_it_has_without_waiting(
+    compiler: str, reductions: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two blocks that are compiled one by one, one of them run twice in each step."""
+
+    def states(waits: bool) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        if not waits:
+            monkeypatch.setattr(agreement, "may_wait", lambda states, amaxes: False)
+        fast = [compiled(block, compiler=compiler) for block in model]
+        x = torch.randn(8, 32)
+        for step in range(3):
+            fast[0](fast[1](fast[0]((step + 1) * x)).tanh()).square().sum().backward()
+        return state_dict(model)
+
+    later = states(waits=True)
+    assert any(reductions) == (compiler == "inductor")
+    at_once = states(waits=False)
+    assert later.keys() == at_once.keys() and all(torch.equal(later[name], at_once[name]) for name in later)
