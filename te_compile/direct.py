@@ -10,6 +10,7 @@ Generated code outlives the process that generated it, in Inductor's caches: ``C
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,4 +51,8 @@ CALLS = SimpleNamespace(
     **{name: Replayed(name, function, name in BY_ADDRESS) for name, function in implementations.items()}
 )
 CALLS.gemm_into_grad = Choosing(into_grad, CALLS.gemm, Replayed("add_to_grad", add_to_grad))
-CALLS.update_scales_ = Choosing(scale_update, Replayed("update_alone", update_alone, repeats=True))
+AGREED = Replayed("update_agreed", update_alone, repeats=True)
+"""Updates by amaxes that data-parallel ranks have agreed on: of several places at once, so it is none of one place."""
+CALLS.update_scales_ = Choosing(
+    partial(scale_update, agreed=AGREED), Replayed("update_alone", update_alone, repeats=True)
+)

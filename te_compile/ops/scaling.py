@@ -113,8 +113,11 @@ def update_alone(
     return ()
 
 
-def scale_update(alone: Callable[..., Any], in_cuda_graphs: bool = False) -> Callable[..., None]:
-    """The operator's code. alone: :func:`update_alone`, or what calls it faster. in_cuda_graphs: may the memory of
+def scale_update(
+    alone: Callable[..., Any], agreed: Callable[..., Any] | None = None, in_cuda_graphs: bool = False
+) -> Callable[..., None]:
+    """The operator's code. alone: :func:`update_alone`, or what calls it faster; agreed: the same, for amaxes that were
+    agreed on, which are not in as many tensors, nor those of one place in a graph. in_cuda_graphs: may the memory of
     amaxes on a GPU be that of a CUDA graph, which is someone else's as soon as the graph has run?"""
 
     def run(
@@ -130,17 +133,18 @@ def scale_update(alone: Callable[..., Any], in_cuda_graphs: bool = False) -> Cal
             alone(states, amaxes, direction, recipe, implementation)
             return
         flat, how = flattened(amaxes), (direction, recipe, implementation)
+        update = agreed or update_alone
         if direction == BACKWARD and not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
-            agreement.agree_by_the_end(flat, states, partial(_updated, how), how)
+            agreement.agree_by_the_end(flat, states, partial(_updated, update, how), how)
             return
         agreement.agree(flat)
-        update_alone(states, [flat], *how)
+        update(states, [flat], *how)
 
     return run
 
 
-def _updated(how: tuple[str, str, str], states: list[Tensor], amaxes: list[Tensor]) -> None:
-    update_alone(states, amaxes, *how)
+def _updated(update: Callable[..., Any], how: tuple[str, str, str], states: list[Tensor], amaxes: list[Tensor]) -> None:
+    update(states, amaxes, *how)
 
 
 def _update_scales_fake(*_: Any, **__: Any) -> None:
