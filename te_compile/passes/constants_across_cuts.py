@@ -58,7 +58,7 @@ def note_constant_inputs(graph: Graph, example_inputs: Sequence[Any]) -> int:
 
 def constant_outputs(graph: Graph) -> dict[int, Tensor]:
     """The values of those outputs of a piece that may be masks and are constants, by their places; none of a graph that
-    is whole."""
+    is whole. Of a piece that is rewritten, for what stands for an operator is one by then."""
     outputs, constants = graph.output_node().args[0], Constants()
     if _known_here() is None or not isinstance(outputs, (tuple, list)):
         return {}

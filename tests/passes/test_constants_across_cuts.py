@@ -63,6 +63,12 @@ def additive(x: Tensor) -> Tensor:
     return torch.where(at[None, :] <= at[:, None], torch.zeros(()), hidden)[None, None]
 
 
+def spelled(x: Tensor) -> Tensor:
+    """As PyTorch 2.11 captures comparisons that Hugging Face's masks are made of."""
+    at = torch.arange(x.shape[1], device=x.device)
+    return at[None, :].__le__(at[:, None]).__eq__(torch.ones((), dtype=torch.bool))[None, None]
+
+
 def padded(x: Tensor, kept: Tensor) -> Tensor:
     return causal(x) & kept[:, None, None, :]
 
@@ -92,7 +98,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("mask", [causal, additive])
+@pytest.mark.parametrize("mask", [causal, additive, spelled])
 def test_a_mask_of_an_earlier_piece_is_folded(mask: Callable[..., Tensor]) -> None:
     model, x = Stack(mask), torch.randn(2, LENGTH, WIDTH)
     found, seen = masks(model, (x,))
