@@ -46,13 +46,10 @@ WAYS = ("alone", "ddp", "ddp_cut", "fsdp")
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "compile": ("inductor", None),
     "te_fp8": ("te_fp8", None),
-    "te_fp8_unreduced": (
-        "te_fp8",
-        {"recipe": {"name": "delayed", "reduce_amax": False}},
-    ),  # scales of its own
+    "te_fp8_unreduced": ("te_fp8", {"recipe": {"name": "delayed", "reduce_amax": False}}),
     "te_fp8_current": ("te_fp8", {"recipe": "current"}),
 }
-"""Backend and options by name."""
+"""Backend and options by name; unreduced, each rank has scales of its own."""
 
 
 def llama(dtype: torch.dtype, device: torch.device) -> nn.Module:

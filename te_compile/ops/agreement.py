@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-Update = Callable[[list[Tensor], list[Tensor]], object]
-"""Updates states, the first argument, by amaxes, the second: one for each of their rows."""
+Update = Callable[..., object]
+"""Updates states, the first argument, by amaxes, the second, one for each of their rows; the others say how."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Agreed:
     amaxes: Tensor
     states: list[Tensor]
     update: Update
-    kind: tuple[Any, ...]
+    how: tuple[str, ...]
 
     def arrive(self) -> None:
         """Have the stream, or the host, wait for the amaxes."""
@@ -87,10 +87,11 @@ def may_wait(states: Sequence[Tensor], amaxes: Tensor) -> bool:
     return are_lasting(states) and not (amaxes.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def agree_by_the_end(amaxes: Tensor, states: list[Tensor], update: Update, kind: tuple[Any, ...]) -> None:
+def agree_by_the_end(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple[str, ...]) -> None:
     """Start to agree on ``amaxes``, fp32 [R], and have ``states`` updated by them at the end of the backward pass.
 
-    kind: equal for updates that may be done in one. ``amaxes`` is the caller's to give away.
+    states: fp32, R rows in all. Updates that are told the same ``how`` may be done in one. ``amaxes`` is the caller's
+    to give away. Raises what the process group raises; what arrives late, the backward pass raises at its end.
     """
     work = torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, async_op=True)
     backward_pass = torch._C._current_graph_task_id()
@@ -98,7 +99,7 @@ def agree_by_the_end(amaxes: Tensor, states: list[Tensor], update: Update, kind:
     if waiting is None:
         waiting = _waiting[backward_pass] = _Waiting()
         torch.autograd.Variable._execution_engine.queue_callback(partial(_settle, waiting))
-    waiting.append(_Agreed(work, amaxes, states, update, kind))
+    waiting.append(_Agreed(work, amaxes, states, update, how))
 
 
 @torch.no_grad()
@@ -107,16 +108,17 @@ def _settle(waiting: _Waiting) -> None:
     for each in waiting:
         each.arrive()
     for batch in _batches(waiting):
-        batch[0].update([state for each in batch for state in each.states], [each.amaxes for each in batch])
+        states = [state for each in batch for state in each.states]
+        batch[0].update(states, [each.amaxes for each in batch], *batch[0].how)
 
 
 def _batches(waiting: Sequence[_Agreed]) -> list[list[_Agreed]]:
-    """What may be done at once: updates of one kind, each state once, for one launch writes them all."""
+    """What may be done at once: updates in one way, each state once, for one launch writes them all."""
     batches: list[list[_Agreed]] = []
     taken: set[int] = set()
     for each in waiting:
         states = {state.data_ptr() for state in each.states}
-        if not batches or batches[-1][0].kind != each.kind or states & taken:
+        if not batches or batches[-1][0].how != each.how or states & taken:
             batches.append([])
             taken = set()
         batches[-1].append(each)

@@ -22,7 +22,6 @@ With several ranks, each seeing its own data, all take the largest amax first, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,16 +134,12 @@ def scale_update(
         flat, how = flattened(amaxes), (direction, recipe, implementation)
         update = agreed or update_alone
         if direction == BACKWARD and not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
-            agreement.agree_by_the_end(flat, states, partial(_updated, update, how), how)
+            agreement.agree_by_the_end(flat, states, update, how)
             return
         agreement.agree(flat)
         update(states, [flat], *how)
 
     return run
-
-
-def _updated(update: Callable[..., Any], how: tuple[str, str, str], states: list[Tensor], amaxes: list[Tensor]) -> None:
-    update(states, amaxes, *how)
 
 
 def _update_scales_fake(*_: Any, **__: Any) -> None:

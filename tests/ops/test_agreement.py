@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,15 @@ def test_compiled_autograd_does_not_wait(reductions: list[bool], monkeypatch: py
     states = fresh(1)
     in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY))
     assert reductions == [False] and states[0][0, 2] == 1
+
+
+def test_a_capture_into_a_cuda_graph_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bool] = []
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        in_backward(lambda: answers.append(agreement.may_wait([], on_gpu)))
+    assert answers == [True, False]
 
 
 def test_copies_of_states_are_updated_at_once(reductions: list[bool]) -> None:
