@@ -46,6 +46,26 @@ class Model:
     decodes: bool = True
     images: bool = False  # what it takes: images instead of token ids, and then a batch is (rows, pixels a side)
 
+    def configured(self, attn: str, changes: dict[str, Any]) -> Any:
+        """The config, with those of ``changes`` that it has."""
+        import transformers
+
+        tokens = {} if self.images else {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        parameters = {**tokens, **self.parameters}
+        parameters |= {name: changes[name] for name in changes if name in parameters}
+        config = getattr(transformers, self.config)(**parameters)
+        config._attn_implementation = attn
+        if not self.images:
+            config.use_cache = False
+        return config
+
+    def built(self, config: Any) -> nn.Module:
+        """The model of such a config, in the default dtype and on the default device."""
+        import transformers
+
+        model: nn.Module = getattr(transformers, self.model)(config)
+        return model
+
 
 GPT2_WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BERT_WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -161,19 +181,10 @@ class Task:
 
     def build(self) -> nn.Module:
         """The model on its device, the same weights each time after a seed."""
-        import transformers
-
         model = MODELS[self.name]
-        tokens = {} if model.images else {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        parameters = {**tokens, **model.parameters}
-        if DEVICE.type == "cpu":
-            parameters |= {name: TINY[name] for name in TINY if name in parameters}
-        config = getattr(transformers, model.config)(**parameters)
-        config._attn_implementation = self.attn
-        if not model.images:
-            config.use_cache = False
+        config = model.configured(self.attn, TINY if DEVICE.type == "cpu" else {})
         with DEVICE:
-            built: nn.Module = getattr(transformers, model.model)(config)
+            built = model.built(config)
         return built.to(self.dtype).train(self.work == "train")
 
     def inputs(self) -> dict[str, Tensor]:

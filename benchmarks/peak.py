@@ -36,12 +36,13 @@ from te_compile import compilers
 from te_compile.backend import te_fp8
 from te_compile.inspect.from_config import _make_fake
 from te_compile.kernels import cublaslt, native, norm_backward
-from te_compile.ops import deferred_gradient, registry
+from te_compile.ops import registry
 from te_compile.passes import manager
 
 GIB = 2**30
 VARIANTS: dict[str, dict[str, Any] | None] = {"compile": None, "te_fp8": {}, **SAVING}
 """The options of te_fp8; None for torch.compile."""
+DEPTHS = ("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers")  # as configs call it
 
 
 @dataclass
@@ -81,6 +82,8 @@ def scheduling(found: dict[bool, Schedule]) -> Iterator[Callable[..., Any]]:
     """Gives a compile_fx that stops at schedules and notes them in ``found``, by whether they are a backward's."""
 
     def stop(scheduler: Scheduler) -> None:
+        if V.graph.is_backward in found:
+            raise ValueError("the model was captured in several graphs, whose peaks are not those of one")
         found[V.graph.is_backward] = schedule_of(scheduler)
         raise _EnoughError
 
@@ -110,8 +113,6 @@ def scheduling(found: dict[bool, Schedule]) -> Iterator[Callable[..., Any]]:
         # What the C++ core would run, whether it is built here or not; its library cannot be asked without a GPU.
         stack.enter_context(mock.patch.object(native, "missing", lambda cuda=False: ""))
         stack.enter_context(mock.patch.object(cublaslt, "_refused", lambda *_: ""))
-        # A ticket is a number, which a fake one has not.
-        stack.enter_context(mock.patch.object(deferred_gradient, "_number_of", lambda ticket: -1))
         compile_to_schedule = partial(compile_fx, inner_compile=inner)
         stack.enter_context(mock.patch.object(compilers, "compile_fx", compile_to_schedule))
         yield compile_to_schedule
@@ -139,7 +140,11 @@ def estimated(variant: str, model: nn.Module, step: Callable[[Any], None], held:
     return {"name": variant, **{k: v / GIB for k, v in row.items()}, "saved_gib": found[True].saved / GIB}
 
 
-def layer(work: Work) -> tuple[nn.Module, Callable[[Any], None], int]:
+Estimated = tuple[nn.Module, Callable[[Any], None], int]
+"""A model, what runs it forward and backward when it is compiled, and the bytes that the caller has all the time."""
+
+
+def layer(work: Work) -> Estimated:
     """benchmarks.layer's model and step, and what its caller holds: weights, x and, in backward, y."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
@@ -152,22 +157,28 @@ def layer(work: Work) -> tuple[nn.Module, Callable[[Any], None], int]:
     return model, lambda run: run(x).backward(dy), _bytes_of(model) + 2 * x.nbytes
 
 
-def llama(layers: int, checkpointed: bool = False) -> tuple[nn.Module, Callable[[Any], None], int]:
-    """benchmarks.models' Llama of so many layers, and what its caller holds. checkpointed: layers are recomputed."""
-    import transformers
+def whole(name: str, layers: int | None = None, checkpointed: bool = False) -> Estimated:
+    """A training step of one of benchmarks.models' models, with so many layers a side, and what its caller holds.
 
-    fake, of = FakeTensorMode(allow_non_fake_inputs=True), MODELS["llama8b"]
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = transformers.LlamaConfig(**{**of.parameters, "num_hidden_layers": layers, **tokens})
-    config._attn_implementation, config.use_cache = "sdpa", False
+    checkpointed: layers are recomputed in the backward pass.
+    """
+    fake, of = FakeTensorMode(allow_non_fake_inputs=True), MODELS[name]
+    depth = {} if layers is None else dict.fromkeys(DEPTHS, layers)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model = of.built(of.configured("sdpa", depth)).to(torch.bfloat16).train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _make_fake(model, fake, "cpu")
+    rows, size = of.train
     with fake:
-        ids = torch.zeros(of.train, dtype=torch.int64)
-    return model, lambda run: run(input_ids=ids, labels=ids).loss.backward(), _bytes_of(model)
+        if of.images:
+            pixels = torch.empty(rows, 3, size, size, dtype=torch.bfloat16)
+            given = {"pixel_values": pixels, "labels": torch.zeros(rows, dtype=torch.int64)}
+        else:
+            ids = torch.zeros(of.train, dtype=torch.int64)
+            given = {"input_ids": ids, "labels": ids}
+    held = _bytes_of(model) + sum(tensor.nbytes for tensor in given.values() if tensor.is_floating_point())
+    return model, lambda run: run(**given).loss.backward(), held
 
 
 def _bytes_of(model: nn.Module) -> int:
@@ -177,18 +188,25 @@ def _bytes_of(model: nn.Module) -> int:
 def main() -> int:
     """Estimate every chosen variant; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--work", choices=("layer", "llama"), default="layer")
+    parser.add_argument(
+        "--work",
+        choices=("layer", *MODELS),
+        default="layer",
+        metavar="WORK",
+        help=f"layer, or a model of benchmarks.models: {', '.join(MODELS)} (%(default)s)",
+    )
     parser.add_argument("--hidden", type=int, default=Work.hidden, help="of the layer (%(default)s)")
     parser.add_argument("--sequence", type=int, default=Work.sequence, help="of the layer (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
-    parser.add_argument("--checkpointed", action="store_true", help="the Llama's layers are recomputed in backward")
+    parser.add_argument("--layers", type=int, help="of the model, in place of those that benchmarks.models gives it")
+    parser.add_argument("--checkpointed", action="store_true", help="the model's layers are recomputed in backward")
     parser.add_argument("--only", default=",".join(VARIANTS), help="(%(default)s)")
     add_out(parser)
     given = parser.parse_args()
     rows = Rows(given.out)
     for variant in known("--only", given.only, VARIANTS):
         size = {"hidden": given.hidden, "intermediate": 4 * given.hidden, "sequence": given.sequence}
-        made = layer(replace(Work(), **size)) if given.work == "layer" else llama(given.layers, given.checkpointed)
+        is_layer = given.work == "layer"
+        made = layer(replace(Work(), **size)) if is_layer else whole(given.work, given.layers, given.checkpointed)
         rows.write(what=given.work, **estimated(variant, *made))
     return rows.exit_status()
 
