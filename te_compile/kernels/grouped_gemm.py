@@ -202,7 +202,7 @@ def grouped_gemm(
         y = buffers.empty(a, (rows, columns), out_dtype)
         launch(
             _grouped_gemm_kernel, grid,
-            a.contiguous(), b, a_scale_inv, b_scale_inv, ends, y,
+            a.contiguous(), b, a_scale_inv, b_scale_inv, ends.contiguous(), y,
             rows, columns, length, experts, row_tiles, b.stride(0), b.stride(1),
             EXPERTS=triton.next_power_of_2(experts), SPLIT=accumulation == "split", WHOLE=length % BLOCK_K == 0,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K, GROUP_ROWS=GROUP_ROWS,
@@ -230,7 +230,7 @@ def grouped_wgrad(
         y = buffers.empty(a, (experts, rows, columns), out_dtype)
         launch(
             _grouped_wgrad_kernel, grid,
-            a.contiguous(), b.contiguous(), a_scale_inv, b_scale_inv, ends, y,
+            a.contiguous(), b.contiguous(), a_scale_inv, b_scale_inv, ends.contiguous(), y,
             rows, columns, padded,
             SPLIT=accumulation == "split", BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K,
             num_warps=tile.warps, num_stages=tile.stages,

@@ -157,3 +157,17 @@ def test_what_other_groups_hold_does_not_matter(device: str) -> None:
         held[others] = nan.to(held.dtype)
     assert torch.equal(grouped_gemm(x, experts, *scales, ends, torch.float32, "split")[5:145], before[5:145])
     assert torch.equal(grouped_wgrad(a, b, *scales, ends, torch.float32, "split")[2], wgrad_before[2])
+
+
+def test_ends_of_groups_may_lie_apart(device: str) -> None:
+    """As the second column of a table of where groups begin and end."""
+    counts = GROUPS["odd"]
+    ends = ends_of(counts, device)
+    table = torch.stack([ends - torch.tensor(counts, device=device), ends], dim=1)
+    apart, scales = table.to(torch.int32)[:, 1], (number(1.0, device), number(1.0, device))
+    a = codes(sum(counts), 32, dtype=E4M3, device=device)
+    b = codes(len(counts), 16, 32, dtype=E4M3, device=device)
+    dy, x = wgrad_operands(counts, 0, (16, 32), device)
+    for product, operands in ((grouped_gemm, (a, b)), (grouped_wgrad, (dy, x))):
+        found, expected = (product(*operands, *scales, each, torch.float32, "split") for each in (apart, ends))
+        assert torch.equal(found, expected)
