@@ -34,7 +34,9 @@ class Step(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What wants to know."""
+    """What wants to know. ``missing``: is this how it goes while a scale may be missing?"""
+
+    missing: bool
 
     def made(self, tensor: Tensor, make: Callable[[int, int], Tensor]) -> None:
         """``tensor`` is fresh memory; ``make(device, stream)`` makes the like of it again."""

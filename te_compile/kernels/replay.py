@@ -80,10 +80,10 @@ class Tape:
 class _Recording(TorchDispatchMode):
     """Notes one call; a mode, because PyTorch's own operators are work as well."""
 
-    def __init__(self, given: list[Tensor], by_address: bool) -> None:
+    def __init__(self, given: list[Tensor], by_address: bool, missing: bool) -> None:
         super().__init__()
         self.tensors = given.copy()  # alive until the end, so that identities mean something
-        self.by_address = by_address
+        self.by_address, self.missing = by_address, missing
         self.makes: list[Callable[[int, int], Tensor]] = []
         self.steps: list[Step] = []
         self.kept: list[Tensor] = []
@@ -194,17 +194,19 @@ class Replayed:
 
     @staticmethod
     def _kind(form: list[Any], device: int) -> tuple[Any, ...]:
+        """What tells calls apart; its last part, whether a scale may be missing, another thread may change any time."""
         return (*form, device, calibration.pending())
 
     def binding(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Binding | None:
         """How calls like this one are replayed, if they are."""
         tensors, addresses, form = self._read(arguments, named)
         device = _device_for_replays(tensors)
-        tape = self.tapes.get(self._kind(form, device))
+        kind = self._kind(form, device)
+        tape = self.tapes.get(kind)
         if tape is None:
             return None
         alignments = tuple(address & self.address_bits for address in addresses)
-        return Binding(tape, _paths(arguments, named), self.address_bits, alignments, device, calibration.pending())
+        return Binding(tape, _paths(arguments, named), self.address_bits, alignments, device, pending=kind[-1])
 
     def _first(self, kind: tuple[Any, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The first call of its kind, in which kernels are compiled and algorithms timed; the second is recorded."""
@@ -217,7 +219,7 @@ class Replayed:
         tensors, _, _ = self._read(arguments, named)
         if len(set(map(id, tensors))) < len(tensors):  # one in two roles: which is which would not show
             return self.function(*arguments, **named)
-        recording = _Recording(tensors, self.by_address)
+        recording = _Recording(tensors, self.by_address, missing=kind[-1])
         with recording:
             here.recorder = recording
             try:

@@ -66,10 +66,10 @@ def moment_of(anchor: object) -> int:
 
 def must_measure(scale: Tensor | None) -> bool:
     """Must a kernel that casts by ``scale`` be ready to find the scale itself?"""
-    rehearsal = here.rehearsal
     if scale is None or _thread.is_later_step:
         return scale is None
-    return pending() if rehearsal is None else rehearsal.missing
+    looking = here.rehearsal or here.recorder  # which know what it is to be; another call may end meanwhile
+    return pending() if looking is None else looking.missing
 
 
 @contextmanager

@@ -172,6 +172,34 @@ def test_a_scale_that_may_be_missing_makes_another_kind(core: Core, monkeypatch:
     assert calls_run(operator, lambda: replayed(x, None, 3.0)) == 2
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_call_that_may_lack_a_scale_measures_though_another_one_ends_while_it_is_recorded(
+    core: Core, placed: bool
+) -> None:
+    """Whether any call may lack one, every call asks, and a call of another thread may end between two questions."""
+    ends: list[int] = []
+
+    def quantize(x: Tensor, scale: Tensor) -> Tensor:
+        if ends:
+            calibration.settle(ends.pop())
+        to = fresh(x.shape[0])
+        factor = 2.0 if calibration.must_measure(scale) else 1.0
+        native.call(core.axpy, 0, x, None, to, factor, x.shape[0], STREAM)
+        return to
+
+    operator, x, scale = Replayed("quantize", quantize), torch.ones(4), torch.zeros(())
+    replayed = operator.site() if placed else operator
+    for another_ends in (False, True):  # the second call is recorded
+        moment = calibration.moment_of(operator)
+        calibration.expect(moment)
+        ends += [moment] * another_ends
+        replayed(x, scale)
+        calibration.settle(moment)
+    for _ in range(3):
+        with calibration.expected():
+            assert replayed(x, scale)[0] == 2
+
+
 SWIGLU = (
     "x0: bfloat16[M, K]; x1: bfloat16[M, K]; t0 = sigmoid(x0); t1 = mul(x0, t0); t2 = bfloat16(t1); t3 = mul(t2, x1); "
     "t4 = bfloat16(t3); quantize t4"
