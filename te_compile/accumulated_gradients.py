@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,8 @@ def gradient_to_add_to(
     if len(asked.leaves) != inputs or type(leaf := asked.leaves[place][0]).__name__ != _LEAF:
         return None
     parameter = leaf.variable
-    gradient = parameter.grad if type(parameter) in _PLAIN else None
+    # Autograd leaves alone what was frozen after the forward pass, too.
+    gradient = parameter.grad if type(parameter) in _PLAIN and parameter.requires_grad else None
     if gradient is None or not _fits(gradient, size, dtype, device):  # as a rule there is none: first what is cheap
         return None
     return gradient if asked.may_add() and _is_reached(leaf) and not _is_watched(leaf, parameter) else None
@@ -84,7 +86,7 @@ class _Pass:
 
 
 class _Here(threading.local):
-    current: _Pass | None = None
+    current: ref[_Pass] | None = None
 
 
 _here = _Here()
@@ -93,10 +95,12 @@ _here = _Here()
 def _asked_by(node: Any) -> _Pass:
     """What is known of the backward pass that runs ``node``; its leaves are in the order of the graph's inputs."""
     task = torch._C._current_graph_task_id()
-    current = _here.current
+    current = None if _here.current is None else _here.current()
     if current is None or current.task != task:
-        current = _here.current = _Pass(task)
-        # A thread of autograd's own may be the one that calls back, so it is told which pass is over.
+        current = _Pass(task)
+        _here.current = ref(current)
+        # Who calls back at its end holds it, and is gone with a pass that fails. A thread of autograd's own may be the
+        # one that calls back, so it is told which pass is over.
         torch.autograd.Variable._execution_engine.queue_callback(current.forget)
     if current.node is not node:
         current.turn_to(node)

@@ -552,7 +552,44 @@ def test_nothing_of_a_pass_is_kept_alive(added: list[Tensor], no_cycles: None) -
         backward(model, run, batch())
     assert len(added) == 2
     current = accumulated_gradients._here.current
-    assert current is not None and current.node is None and not current.leaves
+    assert current is not None and current() is None
+
+
+class Fails(torch.autograd.Function):
+    """A backward that finds no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def test_a_pass_that_fails_keeps_nothing_alive(added: list[Tensor]) -> None:
+    """Whoever takes a smaller batch then needs the memory of what the forward pass has saved."""
+    run_first, run_second = compiled(Mlp()), compiled(Mlp())
+    y = run_first(batch())
+    graph = weakref.ref(y.grad_fn)
+    loss = run_second(Fails.apply(y)).square().mean()
+    with pytest.raises(MemoryError):
+        loss.backward()
+    del y, loss
+    gc.collect()
+    assert graph() is None
+
+
+def test_a_parameter_that_is_frozen_after_the_forward_pass_is_left_alone(added: list[Tensor]) -> None:
+    """As that of a discriminator whose loss is to train a generator alone."""
+
+    def frozen(model: Mlp, run: Any, x: Tensor) -> None:
+        loss = run(x).square().mean()
+        model.requires_grad_(False)
+        loss.backward()
+
+    both_ways(frozen)
+    assert not added
 
 
 def test_models_are_freed(added: list[Tensor]) -> None:
