@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -325,15 +323,13 @@ def _transposed_text(end: str) -> list[str]:
 
 
 def file_of(text: str) -> Path:
-    """A file with this content, in Inductor's cache; several processes may write it at once."""
+    """A file with this content, in Inductor's cache, which users may share; several processes may write it at once."""
     folder = Path(cache_dir()) / "te_compile"
     path = folder / f"producer_{hashlib.sha256(text.encode()).hexdigest()[:24]}.py"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        from torch._inductor.codecache import write_atomic  # takes a second, and is there once something is compiled
+
+        write_atomic(str(path), text, make_dirs=True)
     return path
 
 

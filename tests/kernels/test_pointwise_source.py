@@ -25,7 +25,17 @@ def test_the_generated_file_shows_the_spec_and_is_named_by_its_content(
     path = pointwise_source.file_of(text)
     assert path.read_text() == text and path == pointwise_source.file_of(text)
     assert pointwise_source.file_of(pointwise_source.source(CAST)) != path
-    assert sorted(tmp_path.rglob("*.part")) == []
+    assert all(file.suffix == ".py" for file in path.parent.iterdir())
+
+
+def test_a_generated_file_may_be_read_by_whoever_may_read_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users may share the folder."""
+    monkeypatch.setattr(pointwise_source, "cache_dir", lambda: str(tmp_path))
+    path, new = pointwise_source.file_of("# nothing"), tmp_path / "new"
+    new.touch()
+    assert path.stat().st_mode == new.stat().st_mode
 
 
 def test_the_generated_file_says_where_columns_come_from() -> None:
