@@ -47,9 +47,11 @@ void allow(Kernel kernel, int bytes, int device) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> allowed;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!allowed.emplace(reinterpret_cast<const void*>(kernel), device).second) return;
+  const std::pair<const void*, int> key{reinterpret_cast<const void*>(kernel), device};
+  if (allowed.count(key) != 0) return;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "te_cuda_dropout_attention: shared memory");
+  allowed.insert(key);  // only now: loading the kernel may fail for lack of memory, and work another time
 }
 
 int words_of(const te_dropout_attention& task) { return static_cast<int>((task.keys + 63) / 64 * 2); }

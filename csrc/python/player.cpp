@@ -4,6 +4,7 @@
 // driver is at work: a launch waits where the GPU's queue is full, maybe for what another thread must do.
 #include "player.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <new>
@@ -145,7 +146,7 @@ driver::Result run(const Launch& launch, const driver::Driver& driver, const uin
   const size_t count = launch.values.size();
   Elements<uint64_t, 40> values(count);
   Elements<void*, 40> parameters(count);
-  std::memcpy(values.data(), launch.values.data(), count * sizeof(uint64_t));
+  std::copy(launch.values.begin(), launch.values.end(), values.data());
   for (const Spot& spot : launch.spots) values[spot.where] = addresses[spot.tensor] + static_cast<uint64_t>(spot.offset);
   for (size_t at = 0; at < count; ++at) parameters[at] = values.data() + at;
   return driver.launch(launch.function, launch.grid[0], launch.grid[1], launch.grid[2], launch.threads, 1, 1,
