@@ -368,8 +368,8 @@ def _forget(record: _Record | None) -> None:
 def refresh_weights(model: nn.Module) -> None:
     """Quantise the weights of ``model`` anew when they are used next, whatever is known of their changes.
 
-    For a change that neither autograd nor a look at samples of the weights shows: a few elements, or a row of a narrow
-    layer, written through ``weight.data``, or by code that knows addresses alone. Steps of optimizers, edits under
+    For a change that neither autograd nor a look at samples of the weights shows: a few elements or rows that are
+    written through ``weight.data``, or by code that knows addresses alone. Steps of optimizers, edits under
     ``torch.no_grad()`` and ``load_state_dict`` need no such call.
     """
     forget_copies(parameters_by_name(model).values())
