@@ -159,6 +159,7 @@ class Runner:
         """Run the graph on the arguments that Dynamo passes."""
         again = None if self.memory is None else self.memory.of(args)
         if again is not None and not (self.signature.slots and checkpoints() is not None):
+            agreement.settle_before_reading()
             return self.head_start(again.states, again.copies, args)
         states = self._states(args) if self.positions else _States()
         if states.lack_scales():
@@ -180,6 +181,7 @@ class Runner:
     def _called(self, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         if self.signature.slots and (around := checkpoints()) is not None:
             return self._checkpointed(around, states, args)
+        agreement.settle_before_reading()
         return self.head_start(states, lambda: self._copies(args, states), args)
 
     def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
@@ -188,6 +190,7 @@ class Runner:
         weights = self._parameters([args[position] for position in self.positions])
         first = around.first_pass(weights)
         if first is None:
+            agreement.settle_before_reading()
             with _disable_current_modes():  # a checkpoint that selects what it saves counts operators; these run once
                 copies = self._copies(args, states)
                 around.leave(FirstPass.of(weights, own, self, copies))

@@ -1,7 +1,8 @@
 """Data-parallel ranks agree on the amaxes of a step: each has seen its own data, and all take the largest.
 
 One all-reduce for what one update takes. In a forward pass the update waits for it. In a backward pass nothing reads
-the states any more (a snapshot was taken in the forward pass), while on the same communicator the gradients of the
+the states any more (a snapshot was taken in the forward pass), but a forward pass that runs within it, as a reentrant
+checkpoint or a hook has it; that one has them updated first. Meanwhile, on the same communicator the gradients of the
 layers before are being exchanged: whoever waits for the amaxes waits for these, and the exchange, which is meant to go
 on behind the computation, stands in its way. A graph that is cut at its buckets, or compiled block by block, has an
 update in each piece. So the all-reduces of a backward pass are started where the amaxes are there, in the same order on
@@ -32,6 +33,10 @@ class _Agreed:
     states: list[Tensor]
     update: Update
     how: tuple[str, ...]
+
+    def goes_with(self, other: _Agreed) -> bool:
+        """May one launch do both? It writes what lies on one device."""
+        return self.how == other.how and self.amaxes.device == other.amaxes.device
 
     def arrive(self) -> None:
         """Have the stream, or the host, wait for the amaxes."""
@@ -102,23 +107,31 @@ def agree_by_the_end(amaxes: Tensor, states: list[Tensor], update: Update, how: 
     waiting.append(_Agreed(work, amaxes, states, update, how))
 
 
+def settle_before_reading() -> None:
+    """For a forward pass, which is about to read states: update what waits, if it runs within a backward pass."""
+    if _waiting and torch._C._current_graph_task_id() != -1:
+        for waiting in list(_waiting.values()):  # of this pass, and of those that it runs within
+            _settle(waiting)
+
+
 @torch.no_grad()
 def _settle(waiting: _Waiting) -> None:
     """Do the updates of a backward pass, in their order and as few at a time as that allows."""
-    for each in waiting:
+    arriving = [waiting.pop(0) for _ in range(len(waiting))]
+    for each in arriving:
         each.arrive()
-    for batch in _batches(waiting):
+    for batch in _batches(arriving):
         states = [state for each in batch for state in each.states]
         batch[0].update(states, [each.amaxes for each in batch], *batch[0].how)
 
 
 def _batches(waiting: Sequence[_Agreed]) -> list[list[_Agreed]]:
-    """What may be done at once: updates in one way, each state once, for one launch writes them all."""
+    """What may be done at once: updates that go together, each state once, for one launch writes them all."""
     batches: list[list[_Agreed]] = []
     taken: set[int] = set()
     for each in waiting:
         states = {state.data_ptr() for state in each.states}
-        if not batches or batches[-1][0].how != each.how or states & taken:
+        if not batches or not batches[-1][0].goes_with(each) or states & taken:
             batches.append([])
             taken = set()
         batches[-1].append(each)

@@ -58,11 +58,14 @@ def note_constant_inputs(graph: Graph, example_inputs: Sequence[Any]) -> int:
 
 def constant_outputs(graph: Graph) -> dict[int, Tensor]:
     """The values of those outputs of a piece that may be masks and are constants, by their places; none of a graph that
-    is whole. Of a piece that is rewritten, for what stands for an operator is one by then."""
+    is whole. Of a piece that is rewritten, for what stands for an operator is one by then; what is known of its inputs
+    is not needed any more."""
     outputs, constants = graph.output_node().args[0], Constants()
     if _known_here() is None or not isinstance(outputs, (tuple, list)):
         return {}
     values = {place: _constant(node, constants) for place, node in enumerate(outputs) if _may_be_mask(node)}
+    for node in graph.find_nodes(op="placeholder"):
+        node.meta.pop(KNOWN_VALUE, None)  # AOTAutograd keeps the graph, and would keep masks
     return {place: value for place, value in values.items() if isinstance(value, Tensor)}
 
 

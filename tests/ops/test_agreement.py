@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from te_compile.ops import agreement, scaling
 from te_compile.ops.scaling import UPDATE_SCALES
@@ -109,6 +111,38 @@ def test_updates_of_other_recipes_are_done_apart(updates: list[int]) -> None:
     assert updates == [1, 1] and [state[0, 0].item() for state in states] == [57344.0, 28672.0]
 
 
+def test_updates_on_other_devices_are_done_apart() -> None:
+    """One launch writes what lies on one device."""
+    noted: list[list[str]] = []
+
+    def update(states: list[Tensor], *_: Any) -> None:
+        noted.append([state.device.type for state in states])
+
+    devices, work = ["cpu", "meta", "meta", "cpu"], SimpleNamespace(wait=lambda: None)
+    waiting = agreement._Waiting(
+        agreement._Agreed(work, torch.ones(1, device=each), [torch.zeros(1, 6, device=each)], update, ())
+        for each in devices
+    )
+    agreement._settle(waiting)
+    assert sorted(itertools.chain(*noted)) == sorted(devices) and all(len(set(each)) == 1 for each in noted)
+
+
+def test_a_forward_pass_within_a_backward_pass_finds_states_updated(reductions: list[bool], updates: list[int]) -> None:
+    states, seen = fresh(2), []
+
+    def read() -> None:
+        agreement.settle_before_reading()
+        seen.append([state[0, 2].item() for state in states])
+
+    in_backward(
+        lambda: UPDATE_SCALES(states, [torch.ones(2)], "backward", KEY),
+        read,
+        lambda: UPDATE_SCALES(states, [torch.full((2,), 3.0)], "backward", KEY),
+    )
+    assert seen == [[1.0, 1.0]] and [state[0, 2].item() for state in states] == [3.0, 3.0]
+    assert reductions == [True, True] and updates == [2, 2]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_outside_of_a_backward_pass_nothing_waits(direction: str, reductions: list[bool]) -> None:
     states = fresh(1)
@@ -167,11 +201,24 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     assert not agreement._waiting and not states[0].any()
 
 
+Blocks = Sequence[Callable[..., Tensor]]
+
+
+def in_a_row(blocks: Blocks, x: Tensor) -> Tensor:
+    return blocks[0](blocks[1](blocks[0](x)).tanh())
+
+
+def around_a_reentrant_checkpoint(blocks: Blocks, x: Tensor) -> Tensor:
+    """Which runs its forward pass once more within the backward pass, between two uses of the same states."""
+    return blocks[0](checkpoint(blocks[0], blocks[1](blocks[0](x)), use_reentrant=True))
+
+
+@pytest.mark.parametrize("run", [in_a_row, around_a_reentrant_checkpoint])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_training_has_the_states_that_it_has_without_waiting(
-    compiler: str, reductions: list[bool], monkeypatch: pytest.MonkeyPatch
+    compiler: str, run: Callable[[Blocks, Tensor], Tensor], reductions: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two blocks that are compiled one by one, one of them run twice in each step."""
+    """Of two blocks that are compiled one by one, one of them run several times in each step."""
 
     def states(waits: bool) -> dict[str, Tensor]:
         torch._dynamo.reset()
@@ -182,7 +229,7 @@ def test_a_training_has_the_states_that_it_has_without_waiting(
         fast = [compiled(block, compiler=compiler) for block in model]
         x = torch.randn(8, 32)
         for step in range(3):
-            fast[0](fast[1](fast[0]((step + 1) * x)).tanh()).square().sum().backward()
+            run(fast, (step + 1) * x).square().sum().backward()
         return state_dict(model)
 
     later = states(waits=True)
