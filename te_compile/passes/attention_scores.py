@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of, writes
 from te_compile.passes.contractions import Contraction, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.side_effects import may_change, writers_of
 
 HIDDEN = -1e4
 """What is at most this is a score that hides: e^x of it is zero beside any score that is not."""
@@ -119,7 +120,7 @@ def number_in(node: Any) -> float | None:
         return float(node)
     while isinstance(node, Node) and (node.target in _SAME_VALUES or is_cast(node)):
         node = node.args[0] if node.args else None
-    if not isinstance(node, Node) or node.target not in _FILLED or any(map(writes, node.users)):
+    if not isinstance(node, Node) or node.target not in _FILLED or may_change(node):
         return None
     known = _FILLED[node.target]
     if known is not None:
@@ -141,7 +142,8 @@ def _behind(tensor: Node) -> Iterator[Node]:
         if node.target in _ENDS:
             continue
         yield node
-        new = [each for each in node.all_input_nodes if each not in seen]
+        made_of = [*node.all_input_nodes, *(writers_of(node) if node.op != "placeholder" else ())]
+        new = [each for each in made_of if each not in seen]
         seen.update(new)
         waiting.extend(new)
 

@@ -6,15 +6,16 @@ what passes ask about such a node, so that none of them has to know all spelling
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import Node
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -75,10 +76,20 @@ def called(node: Node) -> str:
 def storage_of(node: Node) -> int | None:
     """Equal for nodes that share their memory, as views of one tensor do; None for what is no tensor."""
     value = value_of(node)
+    return _memory_of(value) if isinstance(value, Tensor) else None
+
+
+def _memory_of(tensor: Tensor) -> int | None:
     try:
-        return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+        return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # a tensor of another kind, which has no memory of its own
         return None
+
+
+def memories_of(node: Node) -> set[int]:
+    """What each of the tensors that ``node`` holds, one or several, has for its memory."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+    return {memory for tensor in tensors if (memory := _memory_of(tensor)) is not None}
 
 
 def written_by(node: Node) -> Iterator[Node]:
@@ -86,17 +97,59 @@ def written_by(node: Node) -> Iterator[Node]:
     if node.op not in ("call_function", "call_method"):
         return
     if isinstance(node.target, OpOverload):
-        for index, declared in enumerate(node.target._schema.arguments):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                yield from _nodes_in(argument(node, index, declared.name))
+        yield from _declared_written(node, node.target)
+        return
+    if isinstance(node.target, OpOverloadPacket):  # which of them it is, nobody has said yet
+        for name in node.target.overloads():
+            yield from _declared_written(node, getattr(node.target, name))
+        return
+    if isinstance(node.target, HigherOrderOperator):
+        yield from _written_inside(node)
         return
     name, target = called(node), node.target
     # operator.and_ and its like end so because their names are Python's.
     ends_in_place = name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
-    is_asked = node.kwargs.get("inplace") or (target is F.dropout and argument(node, 3, "inplace"))
+    is_asked = node.kwargs.get("inplace") or _asks_by_position(node)
     if ends_in_place or target in _IN_PLACE_OPERATORS or is_asked:
         yield from _nodes_in(node.args[:1] or node.kwargs.get("input"))
     yield from _nodes_in(node.kwargs.get("out"))
+
+
+def _declared_written(node: Node, operator: OpOverload) -> Iterator[Node]:
+    """The operands that ``operator`` declares that it writes to."""
+    for index, declared in enumerate(operator._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield from _nodes_in(argument(node, index, declared.name))
+
+
+def _written_inside(node: Node) -> Iterator[Node]:
+    """The operands of a higher-order op whose body writes to what it is handed, or to a view of that."""
+    owner = node.graph.owning_module
+    for body_at, body in enumerate(node.args):
+        module = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
+        if not isinstance(module, GraphModule):
+            continue
+        memories = {storage_of(each) for inner in module.graph.nodes for each in written_by(inner)} - {None}
+        handed = _nodes_in([*node.args[body_at + 1 :], *node.kwargs.values()])
+        yield from (each for each in handed if storage_of(each) in memories)
+
+
+@functools.cache
+def _place_of_inplace(function: Any) -> int | None:
+    """Where a function takes ``inplace``, if it does."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # one in C++, which is called by another name where it writes
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _asks_by_position(node: Node) -> bool:
+    """Is ``inplace`` given, and by its position, as in ``F.relu(x, True)``?"""
+    if node.op != "call_function" or len(node.args) < 2:
+        return False
+    place = _place_of_inplace(node.target)
+    return place is not None and len(node.args) > place and bool(node.args[place])
 
 
 def writes(node: Node) -> bool:

@@ -5,12 +5,12 @@ A pass that gathers several nodes into one, or reads a tensor later than the mod
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, writes, written_by
+from te_compile.passes.captured_nodes import argument, called, memories_of, writes, written_by
 
 _BORDERS = {
     torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast,
@@ -24,7 +24,11 @@ _ALIASES = {
 
 def _may_be_view(node: Node) -> bool:
     """May ``node`` share the memory of its first argument?"""
-    return node.target is getattr or called(node) in _ALIASES
+    if node.target is getattr or called(node) in _ALIASES:
+        return True
+    source = argument(node, 0, "input")
+    memory = memories_of(source) if isinstance(source, Node) else set()
+    return not memory.isdisjoint(memories_of(node))
 
 
 def is_border(node: Node) -> bool:
@@ -45,15 +49,19 @@ def may_change(node: Node, known: dict[Node, bool] | None = None) -> bool:
 
 
 def _is_written_to(node: Node) -> bool:
+    return next(writers_of(node), None) is not None
+
+
+def writers_of(node: Node) -> Iterator[Node]:
+    """What writes into ``node``, or into what may be a view of it."""
     waiting, seen = [node], {node}
     while waiting:
         for user in waiting.pop().users:
             if writes(user):
-                return True
+                yield user
             if _may_be_view(user) and user not in seen:
                 seen.add(user)
                 waiting.append(user)
-    return False
 
 
 def _shares_memory_of(node: Node) -> Node | None:
@@ -71,10 +79,8 @@ def memory_of(node: Node) -> Node:
     return node
 
 
-def _written(node: Node) -> Node | None:
-    """The memory that ``node`` writes into; None if it is not known."""
-    target = node.kwargs.get("out", argument(node, 0, "input"))
-    return memory_of(target) if isinstance(target, Node) else None
+def _share_memory(node: Node, other: Node) -> bool:
+    return memory_of(node) is memory_of(other) or not memories_of(node).isdisjoint(memories_of(other))
 
 
 def changes_after(read: Node, last: Node, known: dict[Node, bool]) -> bool:
@@ -117,11 +123,8 @@ def undisturbed(first: Node, last: Node, own: Collection[Node], reads: Collectio
     while node is not last:
         if node.op == "root" or is_border(node):
             return False
-        if writes(node) and node not in own:
-            memory = _written(node)
-            if memory is None:
-                return False
-            if any(memory_of(read) is memory and not _depends_on(read, node) for read in reads):
-                return False
+        written = () if node in own else list(written_by(node))
+        if any(_share_memory(read, each) and not _depends_on(read, node) for each in written for read in reads):
+            return False
         node = node.next
     return True

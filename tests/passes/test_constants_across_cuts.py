@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.nn import functional as F
 
 from te_compile.passes import constants_across_cuts, manager
+from te_compile.passes.fold_masks import KNOWN_VALUE
 from tests.compiling import compiled, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_rank")
@@ -125,6 +128,14 @@ def test_a_mask_that_a_piece_changes_stays() -> None:
     same(seen, masks(model, (x,), cut=False)[1])
 
 
+def test_a_mask_that_a_piece_changes_by_an_odd_view_stays() -> None:
+    model = Stack(lambda x: causal(x).clone(), lambda mask: hide_the_first(mask.moveaxis(-1, -2).mT))
+    x = torch.randn(2, LENGTH, WIDTH)
+    found, seen = masks(model, (x,))
+    assert "kept" in found
+    same(seen, masks(model, (x,), cut=False)[1])
+
+
 def test_a_change_to_another_tensor_of_an_earlier_piece_counts_too() -> None:
     """It may be what the mask is a view of."""
 
@@ -149,6 +160,8 @@ def test_a_change_to_another_tensor_of_an_earlier_piece_counts_too() -> None:
 def test_nothing_is_known_once_all_pieces_are_compiled() -> None:
     masks(Stack(causal), (torch.randn(2, LENGTH, WIDTH),))
     assert not any(constants_across_cuts._known.values())
+    gc.collect()  # what is compiled keeps its graphs
+    assert not any(KNOWN_VALUE in each.meta for each in gc.get_objects() if type(each) is Node)
 
 
 def test_nothing_is_computed_for_a_graph_that_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
