@@ -39,6 +39,9 @@ FOLDED = "te_folded_mask"
 """Meta key of an attention that had a mask: what it was proved to mean, "causal" or "all", or "rows" where it hides
 whole rows and does so behind attention now."""
 
+GUARDS = "te_guards_rows"
+"""Meta key of what ``recognise_attention`` makes of a mask and of queries where the mask may hide rows entirely."""
+
 MASK_STAYS = "te_mask_stays"
 """Meta key of an attention: why its mask was left."""
 
@@ -283,13 +286,8 @@ _UNPROVEN = "the graph proves neither that it is causal nor that it is all true;
 
 def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
     """(mask, query) without the care that ``recognise_attention`` takes of rows that the mask may hide entirely."""
-    if not (isinstance(mask, Node) and mask.target is torch.where and isinstance(query, Node)):
-        return mask, query
-    rows, forgotten = mask.args[0], query.args[1] if query.target == "masked_fill" else None
-    if not isinstance(forgotten, Node) or not isinstance(rows, Node) or query.args[2] != 0.0:
-        return mask, query
-    is_of_same_rows = rows.target is forgotten.target is operator.le and rows.args[0] is forgotten.args[0]
-    return (mask.args[2], query.args[0]) if is_of_same_rows else (mask, query)
+    is_guarded = isinstance(mask, Node) and isinstance(query, Node) and GUARDS in mask.meta and GUARDS in query.meta
+    return (mask.args[2], query.args[0]) if is_guarded else (mask, query)
 
 
 def _fold(region: Region, node: Node, known: Constants) -> bool:
@@ -302,6 +300,10 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return False
     means = _meaning_of(mask, query, key, region, known)
+    scale = argument(node, 6, "scale")
+    if means == "causal" and scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
+        node.meta[MASK_STAYS] = "it is causal, but kernels hide before they scale; give a positive scale"
+        return False
     if means is None:
         node.meta[MASK_STAYS] = _why_it_stays(mask, region, known)
         return False

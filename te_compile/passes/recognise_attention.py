@@ -46,7 +46,7 @@ from te_compile.passes.attention_scores import (
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind, writes
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
-from te_compile.passes.fold_masks import hides_no_row
+from te_compile.passes.fold_masks import GUARDS, hides_no_row
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.hidden_rows import forgets_its_scores, hides, number_to_fill_with
 from te_compile.passes.side_effects import changes_after, undisturbed
@@ -316,6 +316,9 @@ class _Rewriter:
                 hiding = bias
             elif is_hiding:
                 hiding = self._stepped(hiding, step)
+        if scale <= 0:
+            why = f"its scores are multiplied by {scale:g}, and fused kernels look for the largest before they scale"
+            raise NotAttentionError(f"{why}; negate the queries instead for a fused kernel")
         if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
@@ -344,7 +347,9 @@ class _Rewriter:
         shifted = self.write.call(operator.sub, bias, peak)
         guarded = self.write.call(torch.where, rows, shifted, bias)
         forgotten = rows if limit == HIDES_A_ROW else self.write.call(operator.le, peak, limit)
-        return self.write.method("masked_fill", query, forgotten, 0.0), guarded
+        query = self.write.method("masked_fill", query, forgotten, 0.0)
+        query.meta[GUARDS] = guarded.meta[GUARDS] = True
+        return query, guarded
 
 
 def _batch(found: _Found) -> tuple[Any, Any] | None:
@@ -394,7 +399,8 @@ def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
         raise NotAttentionError(f"PyTorch refuses it as a fused call ({why}); nothing to do: it stays right") from error
     new.meta[RECOGNISED] = True
     for user in list(old.users):
-        if _keeps_rows(user, old) and same_sizes(value_of(user).shape, value_of(new).shape):
+        in_order = found.product.result == tuple(range(len(found.product.result)))
+        if in_order and _keeps_rows(user, old) and same_sizes(value_of(user).shape, value_of(new).shape):
             _replace(write, user, new)
             old.graph.erase_node(user)
     _replace(write, old, result)
