@@ -92,6 +92,9 @@ SAME_NAME = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sigmoid", "tanh", "erf", "sin", "cos"),
 )  # fmt: skip
 
+COMPARISONS = {getattr(aten, name).Tensor for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+"""Of two tensors."""
+
 TRANSLATIONS: dict[Any, Translation] = {
     aten.add.Tensor: _scaled("add"),
     aten.add.Scalar: _scaled("add"),
@@ -165,13 +168,25 @@ def constant_of(node: Node) -> Operand:
     return torch.tensor(value, dtype=tensor.dtype, device="cpu").item()
 
 
+def _compared(builder: SpecBuilder, argument: Node, operand: Operand, node: Node) -> Operand:
+    """An operand, rounded if two tensors are compared: one may have been made of the other, as a maximum is, which is
+    in memory as its dtype has it."""
+    tensor = value_of(argument)
+    return builder.cast(operand, tensor.dtype) if node.target in COMPARISONS and tensor is not None else operand
+
+
 def translate(builder: SpecBuilder, node: Node, operands: dict[Node, Operand]) -> Operand:
     """Add the meaning of ``node`` to ``builder``; SpecError says what has none."""
     if node.target in CONSTANTS:
         return constant_of(node)
     if node.target in TRANSLATIONS:
-        arguments = [operands[argument] if isinstance(argument, Node) else argument for argument in node.args]
-        return TRANSLATIONS[node.target](builder, *arguments, **node.kwargs)
+        arguments = [
+            _compared(builder, argument, operands[argument], node) if isinstance(argument, Node) else argument
+            for argument in node.args
+        ]
+        meaning, result = TRANSLATIONS[node.target](builder, *arguments, **node.kwargs), value_of(node)
+        # A sum of two truths is one, and not the number 2.
+        return builder.cast(meaning, torch.bool) if result is not None and result.dtype == torch.bool else meaning
     operand = operands[tensor_arguments(node)[0]]
     tensor = value_of(node)
     assert tensor is not None
