@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.sizes import same
 from te_compile.passes.writing import Writer
 
 _PRODUCTS = {torch.matmul, operator.matmul, torch.bmm, torch.linalg.matmul, "matmul", "bmm"}
@@ -147,7 +148,8 @@ def _einsum(node: Node) -> Iterator[Contraction]:
         rows = [c for c in first if c not in second]
         columns = [c for c in second if c not in first]
         batch = [c for c in out if c in first and c in second]
-        if len(inner) == len(rows) == len(columns) == 1 and {*batch, *rows, *columns} == set(out):
+        sizes = [value_of(operands[at]).shape[letters[at].index(c)] for c in inner for at in (0, 1)]
+        if len(inner) == len(rows) == len(columns) == 1 and {*batch, *rows, *columns} == set(out) and same(*sizes):
             left = Operand(operands[i], tuple(first.index(c) for c in (*batch, *rows, *inner)))
             right = Operand(operands[j], tuple(second.index(c) for c in (*batch, *inner, *columns)))
             written = [*batch, *rows, *columns]

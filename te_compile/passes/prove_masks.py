@@ -37,6 +37,7 @@ from te_compile.passes.captured_nodes import argument, called, is_tensor, value_
 from te_compile.passes.side_effects import may_change
 
 _ALL = slice(None, None, None)
+_WHOLE = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -208,7 +209,7 @@ def _arange(proof: Proof, node: Node) -> Formula:
     has_start = len(bounds) > 1 or (bounds and "end" in node.kwargs)
     start = _integer(bounds[0] if has_start else node.kwargs.get("start", 0))
     step = bounds[2] if len(bounds) > 2 else node.kwargs.get("step", 1)
-    if start is None or step != 1 or value_of(node).dtype.is_floating_point:
+    if start is None or step != 1 or value_of(node).dtype not in _WHOLE:  # others count to 127 or 255
         raise _UnknownError
     return Sum((1,), start)
 
@@ -271,7 +272,7 @@ def _same(proof: Proof, node: Node) -> Formula:
     if value_of(node).dtype not in (torch.bool, torch.int32, torch.int64):
         raise _UnknownError
     formula = proof.as_part_of(node.args[0], node)
-    return _sum_of(formula) if value_of(node).dtype != torch.bool else formula
+    return _sum_of(formula) if value_of(node).dtype != torch.bool else _both_of(formula)
 
 
 def _unsqueeze(proof: Proof, node: Node) -> Formula:
