@@ -10,6 +10,8 @@ functions of the same name, without which a whole model would stay in high preci
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +60,30 @@ def _call(node: Node, function: Callable[..., Any]) -> None:
     node.target, node.args, node.kwargs = function, tuple(arguments), named
 
 
+@functools.cache
+def _takes_input_first(function: Any) -> bool:
+    """Is the first parameter of a function the one that is called ``input``?"""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "input"
+    except (TypeError, ValueError):  # one in C++: its operator has a schema
+        operator = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+        overloads = [getattr(operator, name) for name in operator.overloads()] if operator is not None else []
+        firsts = {overload._schema.arguments[0].name for overload in overloads if overload._schema.arguments}
+        return not firsts.isdisjoint({"self", "input"})
+
+
+def _place_input(node: Node) -> None:
+    """Give the operand of ``torch.mean(input=x, …)`` by its position, where all passes look for it."""
+    named = dict(node.kwargs)
+    if node.op == "call_function" and not node.args and "input" in named and _takes_input_first(node.target):
+        node.args, node.kwargs = (named.pop("input"),), named
+
+
 def plain_operators(graph: Graph) -> int:
     """Replace methods and ATen operators that stand for functions by these; returns how many."""
     replaced = 0
     for node in graph.nodes:
+        _place_input(node)
         if function := _function_of(node):
             _call(node, function)
             replaced += 1

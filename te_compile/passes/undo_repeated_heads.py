@@ -60,7 +60,8 @@ def _unrepeated(node: Any) -> Node | None:
     elif _is_method(node, "repeat_interleave") or (
         isinstance(node, Node) and node.target is torch.repeat_interleave and is_tensor(node)
     ):
-        source = node.args[0] if argument(node, 2, "dim") in (1, -3) and isinstance(node.args[1], int) else None
+        repeats = argument(node, 1, "repeats")
+        source = node.args[0] if argument(node, 2, "dim") in (1, -3) and isinstance(repeats, int) else None
         wide = node
     else:
         return None
