@@ -16,7 +16,15 @@ from te_compile import state
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
 from te_compile.state_files import state_dict
-from tests.compiling import compiled, cosine, error_but_for_ties, relative_error, train_step
+from tests.compiling import (
+    compiled,
+    cosine,
+    error_but_for_ties,
+    gradients,
+    relative_error,
+    te_nodes,
+    train_step,
+)
 from tests.emulation import emulated, emulated_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -431,6 +439,47 @@ def test_a_loss_scaler_sees_the_overflow_and_training_goes_on(overflow: float, s
     _, expected = train_step(reference, reference, x)
     _, got = train_step(model, fast, x)
     assert relative_error(got["fc.weight"], expected["fc.weight"]) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_what_autocast_to_float16_cannot_hold_is_an_infinity(recipe: str) -> None:
+    """Autocast rounds the fp32 input of a linear; a number that it would make infinite may not be clipped instead, nor
+    may its amax be remembered."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    fast = compiled(model, recipe=recipe)
+
+    def step(run: Any, x: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = run(x)
+        y.float().square().mean().backward()
+        return gradients(model)
+
+    x = torch.randn(16, 32)
+    step(fast, x)
+    large = x.clone()
+    large[3, 5] = 1e9
+    found, expected = step(fast, large), step(model, large)
+    for name, gradient in expected.items():
+        assert not gradient.isfinite().all() and not found[name].isfinite().all(), name
+    found, expected = step(fast, x), step(model, x)
+    assert all(cosine(found[name], expected[name]) > 0.98 for name in expected)
+    if recipe == "delayed":
+        assert state.existing_state(model[0].weight, L).skipped[0] == 1
+
+
+def test_linears_that_read_one_tensor_under_autocast_share_its_codes() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 48), nn.Linear(32, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.b(x)
+
+    with manager.recording() as records, torch.autocast("cpu", torch.float16), torch.no_grad():
+        compiled(Pair())(torch.randn(8, 32))
+    assert len(te_nodes(records[0], "quantize") + te_nodes(records[0], "fused_quantize")) == 1
 
 
 def test_zeros_give_the_bias_and_leave_the_state_uncalibrated() -> None:

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from te_compile.ops.gradient_slots import GRADIENT_SLOTS
 from te_compile.ops.grouped_linear import GROUPED_LINEAR, OWNED_ROWS
 from te_compile.ops.linear import LINEAR, LinearConfig
+from te_compile.ops.norm import NORM
 from te_compile.ops.quantize import padded
 from te_compile.ops.scaling import SNAPSHOT, UPDATE_SCALES
 from te_compile.ops.weight_refresh import Layout
@@ -38,6 +39,7 @@ from te_compile.passes.cached_weights import (
 )
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.plan import Plan, Site
+from te_compile.passes.side_effects import memory_of
 from te_compile.passes.weight_expressions import Matrix
 from te_compile.recipe import Recipe
 
@@ -307,6 +309,21 @@ def _owned_rows(x: Node, ends: Node, before: Node) -> Node:
     return next(known, None) or before.graph.call_function(OWNED_ROWS, (x, ends))
 
 
+def _overflowing(x: Node, site: Site) -> Node:
+    """``x`` in float16 where autocast would cast it there, for what float16 cannot hold has to become an infinity.
+
+    A loss scaler skips the step then, and no amax enters a history. The quantize would clip such a number instead, and
+    its amax would have all others vanish for as long as it is remembered. No norm's result is that large.
+    """
+    if value_of(site.node).dtype != torch.float16 or value_of(x).dtype == torch.float16 or memory_of(x).target is NORM:
+        return x
+    known = (user for user in x.users if user.target == "to" and user.args == (x, torch.float16) and user < site.node)
+    cast = next(known, None) or site.region.graph.call_method("to", (x, torch.float16))
+    if "example_value" not in cast.meta:
+        cast.meta.update({**x.meta, "example_value": value_of(x).to(torch.float16)})
+    return cast
+
+
 def _lower_site(
     site: Site,
     weight: _Weight,
@@ -329,6 +346,7 @@ def _lower_site(
     target, beside = (LINEAR, bias) if site.ends is None else (GROUPED_LINEAR, site.ends)
     last = () if weight.scale is None else (region.bring_in(weight.scale),)
     with region.graph.inserting_before(node):
+        x = None if x is None else _overflowing(x, site)
         if site.ends is not None and x is not None:
             x = _owned_rows(x, site.ends, node)
         out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config, *last))
