@@ -23,6 +23,7 @@ import torch
 import torch._inductor.memory as inductor_memory
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
@@ -38,6 +39,8 @@ from te_compile.inspect.from_config import _make_fake
 from te_compile.kernels import cublaslt, native, norm_backward
 from te_compile.ops import registry
 from te_compile.passes import manager
+from te_compile.passes.arguments import arguments_of
+from te_compile.passes.overwrite_logits import LOSS_BACKWARDS
 
 GIB = 2**30
 VARIANTS: dict[str, dict[str, Any] | None] = {"compile": None, "te_fp8": {}, **SAVING}
@@ -62,10 +65,12 @@ def schedule_of(scheduler: Scheduler) -> Schedule:
     inputs, outputs = OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names())
     named = scheduler.name_to_buf, scheduler.name_to_fused_node
     _, freeable = inductor_memory.prepare_planning_info(scheduler.nodes, *named, inputs, outputs)
+    saved = sum(each.mpi_buffer.size_free for each in freeable.values())
     for node in scheduler.nodes:
         _forget_what_is_local(node, outputs)
+        _forget_what_is_overwritten(node, freeable)
     peak, _ = inductor_memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
-    return Schedule(peak, sum(each.mpi_buffer.size_free for each in freeable.values()))
+    return Schedule(peak, saved)
 
 
 def _forget_what_is_local(node: BaseSchedulerNode, outputs: OrderedSet[str]) -> None:
@@ -75,6 +80,15 @@ def _forget_what_is_local(node: BaseSchedulerNode, outputs: OrderedSet[str]) -> 
         is_local = all(user.get_name() in inside for user in buffer.users)
         if is_local and len(inside) > 1 and buffer.get_name() not in outputs:
             buffer.mpi_buffer.size_alloc = buffer.mpi_buffer.size_free = 0
+
+
+def _forget_what_is_overwritten(node: BaseSchedulerNode, freeable: dict[str, Any]) -> None:
+    """The gradient of logits lies where they did. The caller, who drops them, has not kept them from it."""
+    made_of = node.node.get_origins() if isinstance(node.node, ir.FallbackKernel) else ()
+    if any(each.target in LOSS_BACKWARDS and arguments_of(each)["overwrite"] for each in made_of):
+        (gradient,), logits = node.get_outputs(), freeable[node.node.inputs[0].get_name()]
+        gradient.mpi_buffer.size_alloc -= logits.mpi_buffer.size_free
+        logits.mpi_buffer.size_free = 0
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.memory import autograd_is_compiled
+from te_compile.passes.overwrite_logits import overwrite_logits
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 from te_compile.prepared_kernels import KernelsAhead, TimedTiles
 
@@ -113,6 +114,8 @@ def joint_passes(options: Options) -> tuple[GraphPass, ...]:
     left_out = set() if options.save_memory else set(TO_SAVE_MEMORY)
     if not options.accumulate_in_products or _asks_nobody(options):
         left_out.add(accumulate_in_products)
+    if not options.overwrite_logits or options.compiler != "inductor" or _asks_nobody(options):
+        left_out.add(overwrite_logits)  # others have no passes for the backward's own graph, which may object
     return tuple(each for each in JOINT_PASSES if each not in left_out)
 
 
@@ -123,9 +126,9 @@ def direction_passes(options: Options) -> tuple[GraphPass, ...]:
 
 
 def _asks_nobody(options: Options) -> bool:
-    """Is there no Python in the backward pass to ask if there is a gradient to add to?
+    """Is there no Python in the backward pass to ask if there is a gradient to add to, or memory to write over?
 
-    A replayed CUDA graph asks nobody, and C++ code of Inductor's knows no result that is None.
+    A replayed CUDA graph asks nobody, and C++ code of Inductor's knows no result that is None or one of its operands.
     """
     writes_cpp = options.compiler == "inductor" and asked_of_inductor(options).get("cpp_wrapper", config.cpp_wrapper)
     return captures_cuda_graphs(options) or bool(writes_cpp)

@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from te_compile.ops.library import NAMESPACE, asking, optional
+from te_compile.ops.library import NAMESPACE, asking, optional, overwriting
 from te_compile.ops.once import ONCE
 
 DIRECT_ON = {"cuda"}
@@ -145,6 +145,9 @@ def _called(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
     """Inductor's node for a call of ``operator``."""
     # CUDA graphs replay without a word from the host, and Inductor's own way is the one that they are tested with.
     name = operator._schema.name.removeprefix(NAMESPACE + "::")
+    if name in overwriting:  # else Inductor could put something into memory that it has freed and the result is in
+        arguments[0].realize()
+        V.graph.never_reuse_buffers.add(arguments[0].get_name())
     kernel = ir.FallbackKernel if config.triton.cudagraphs or name in asking else DirectCall
     results = kernel.create(operator, *arguments, **named)
     for result in pytree.tree_leaves(results) if name in optional else ():

@@ -23,6 +23,7 @@ option                      default     meaning
                                         (``cache_weights`` is False)
 ``defer_logits``            True        gradients of logits that are returned beside a loss are made only for who asks
 ``accumulate_in_products``  True        weight gradients are added by their products where ``.grad`` holds one already
+``overwrite_logits``        True        the gradient of logits takes their memory where nothing else holds it any more
 ``mode``                    None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option                     passed through, as by the Inductor backend: ``triton.cudagraphs``, say
 ==========================  ==========  ================================================================================
@@ -83,6 +84,7 @@ class Options:
     save_memory: bool = False
     defer_logits: bool = True
     accumulate_in_products: bool = True
+    overwrite_logits: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
 
@@ -328,5 +330,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "save_memory": _as_bool,
     "defer_logits": _as_bool,
     "accumulate_in_products": _as_bool,
+    "overwrite_logits": _as_bool,
     "mode": _as_mode,
 }

@@ -31,6 +31,7 @@ def test_defaults_need_nothing() -> None:
     assert options.recipe == DelayedScaling()
     assert (options.lm_head, options.strict, options.compiler, options.cost_model) == (False, False, "inductor", True)
     assert options.cache_weights is True and options.defer_logits is True and options.save_memory is False
+    assert options.accumulate_in_products is True and options.overwrite_logits is True
     assert (options.include, options.exclude, options.mode, dict(options.inductor)) == (None, (), None, {})
 
 
@@ -57,6 +58,7 @@ def test_a_recipe_is_a_name_a_dict_or_an_object(recipe: object) -> None:
         ("cache_weights", "no", "cache_weights='no': must be True or False"),
         ("save_memory", "most", "save_memory='most': must be True or False"),
         ("defer_logits", 2, "defer_logits=2: must be True or False"),
+        ("overwrite_logits", "no", "overwrite_logits='no': must be True or False"),
         ("mode", "fast", "mode='fast': choose one of 'default'"),
         ("mode", True, "mode=True: choose one of 'default'"),
         ("max_autotune", "yes", "max_autotune='yes': an Inductor option of type bool"),
@@ -306,6 +308,7 @@ def test_options_that_compile_differently_have_different_keys() -> None:
         {"cache_weights": False},
         {"save_memory": True},
         {"defer_logits": False},
+        {"overwrite_logits": False},
         {"mode": "max-autotune"},
         {"max_autotune": True},
         {"max_autotune": False},

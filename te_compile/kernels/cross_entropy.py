@@ -24,6 +24,9 @@ exchange anything. Each program leaves one partial row, fp32, and column_sums.py
 bits in every run. Its columns are the same in every row, so vectors are as wide as all rows are aligned alike: 16 bytes
 for 30528 columns of two bytes, 4 for 30522.
 
+Each element of the logits is read by the thread that writes that of the gradient, and before it does, in both forms of
+backward. So the gradient may be written over contiguous logits.
+
 What a target says is never trusted with an address: one that is no class reads nothing and gives NaN. The logits of a
 row that is ignored are not read.
 """
@@ -300,13 +303,14 @@ def cross_entropy_backward(
     ignore_index: int,
     addend: Tensor | None,
     walk: Walk = BACKWARD,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """dlogits, as te_compile/ops/cross_entropy.py has it, of logits: [N, V], N > 0 and V > 0."""
+    """dlogits, as te_compile/ops/cross_entropy.py has it, of logits: [N, V], N > 0 and V > 0; in ``out`` if given."""
     logits, targets, logsumexps, addend, addend_stride = _operands(logits, targets, logsumexps, addend)
     rows, columns = logits.shape
     vector = VECTOR_BYTES // logits.itemsize
     with on_device_of(logits):
-        out = buffers.empty(logits, (rows, columns), logits.dtype)
+        out = buffers.empty(logits, (rows, columns), logits.dtype) if out is None else out
         launch(
             _cross_entropy_backward_kernel, rows,
             logits, targets, logsumexps, gradients, addend, out,
@@ -336,15 +340,17 @@ def cross_entropy_backward_with_sums(
     addend: Tensor | None,
     sums_dtype: torch.dtype,
     descent: Descent = SUMMING,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dlogits and its sums over rows, as te_compile/ops/cross_entropy.py has them, of logits: [N, V], N > 0, V > 0."""
+    """dlogits, in ``out`` if given, and its sums over rows, as te_compile/ops/cross_entropy.py has them, of logits:
+    [N, V], N > 0, V > 0."""
     logits, targets, logsumexps, addend, addend_stride = _operands(logits, targets, logsumexps, addend)
     rows, columns = logits.shape
     unit = gcd(VECTOR_BYTES // logits.itemsize, columns, logits.stride(0), addend_stride)
     height = _height(rows, columns, descent)
     programs = triton.cdiv(columns, descent.columns), triton.cdiv(rows, height)
     with on_device_of(logits):
-        out = buffers.empty(logits, (rows, columns), logits.dtype)
+        out = buffers.empty(logits, (rows, columns), logits.dtype) if out is None else out
         partials = buffers.empty(logits, (programs[1], columns), torch.float32)
         launch(
             _cross_entropy_backward_with_sums_kernel, programs,

@@ -19,6 +19,9 @@ the other one ``addend``, which is added before rounding. The sum of the gradien
 head gets: passes/sum_loss_gradients.py has the operator that writes the gradient return that too,
 ``te::cross_entropy_backward_with_sums``.
 
+With ``overwrite`` the gradient takes the memory of the logits, where that call is the last that holds it
+(last_holder.py; passes/overwrite_logits.py says when it may ask).
+
 ``te::cross_entropy`` is what graphs from Dynamo hold (passes/lower_losses.py); tracing opens it into the two operators
 and, for mean and sum over rows, plain ATen, where [tokens] numbers cost nothing.
 """
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from te_compile.ops import registry
 from te_compile.ops.deferred_gradient import GRADIENT_TICKET, take
+from te_compile.ops.last_holder import is_last_holder
 from te_compile.ops.library import define, define_composite
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -60,12 +64,18 @@ def cross_entropy_forward_reference(logits: Tensor, targets: Tensor, ignore_inde
 @registry.register("cross_entropy_backward_deferred", registry.REFERENCE)
 @registry.register("cross_entropy_backward", registry.REFERENCE)
 def cross_entropy_backward_reference(
-    logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See the module. logsumexp: as forward returned it; gradients: fp32 [N], of the losses, any stride; addend: [N, V]
-    bf16, fp16 or fp32, any strides.
+    bf16, fp16 or fp32, any strides; out: where to write, which may be the logits if they are contiguous.
 
-    Returns dlogits: [N, V] contiguous, of the dtype of the logits.
+    Returns dlogits: [N, V] contiguous, of the dtype of the logits; ``out`` if that is given.
     """
     columns = logits.shape[1]
     ignored, valid = _kinds(targets, columns, ignore_index)
@@ -73,7 +83,8 @@ def cross_entropy_backward_reference(
     hit = torch.arange(columns, device=logits.device) == targets[:, None]
     dx = ((logits.float() - logsumexp[:, None]).exp() - hit.float()) * scale
     dx = torch.where(ignored[:, None], 0.0, dx)
-    return (dx if addend is None else dx + addend.float()).to(logits.dtype).contiguous()
+    dx = (dx if addend is None else dx + addend.float()).to(logits.dtype).contiguous()
+    return dx if out is None else out.copy_(dx)
 
 
 @registry.register("cross_entropy_backward_deferred_with_sums", registry.REFERENCE)
@@ -86,12 +97,13 @@ def cross_entropy_backward_with_sums_reference(
     ignore_index: int,
     addend: Tensor | None,
     sums_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``cross_entropy_backward_reference``.
 
     Returns dlogits, and the sum of its rows as they are stored: [V] in ``sums_dtype``, summed in fp32.
     """
-    dx = cross_entropy_backward_reference(logits, targets, logsumexp, gradients, ignore_index, addend)
+    dx = cross_entropy_backward_reference(logits, targets, logsumexp, gradients, ignore_index, addend, out)
     return dx, dx.float().sum(0).to(sums_dtype)
 
 
@@ -114,6 +126,11 @@ CROSS_ENTROPY_FORWARD = define(
 )
 
 
+def _place(logits: Tensor, overwrite: bool) -> Tensor | None:
+    """Where the gradient is written, if not to new memory."""
+    return logits if overwrite and logits.is_contiguous() and is_last_holder(logits) else None
+
+
 def _backward(
     logits: Tensor,
     targets: Tensor,
@@ -121,10 +138,11 @@ def _backward(
     gradients: Tensor,
     ignore_index: int,
     addend: Tensor | None = None,
+    overwrite: bool = False,
     implementation: str = registry.REFERENCE,
 ) -> Tensor:
     function = registry.function_of("cross_entropy_backward", implementation)
-    return function(logits, targets, logsumexp, gradients, ignore_index, addend)
+    return function(logits, targets, logsumexp, gradients, ignore_index, addend, _place(logits, overwrite))
 
 
 def _backward_fake(logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -133,9 +151,10 @@ def _backward_fake(logits: Tensor, *_: Any, **__: Any) -> Tensor:
 
 CROSS_ENTROPY_BACKWARD = define(
     "cross_entropy_backward(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, int ignore_index, "
-    'Tensor? addend=None, str implementation="reference") -> Tensor',
+    'Tensor? addend=None, bool overwrite=False, str implementation="reference") -> Tensor',
     _backward,
     _backward_fake,
+    overwrites=True,
 )
 
 
@@ -147,10 +166,12 @@ def _backward_with_sums(
     ignore_index: int,
     addend: Tensor | None,
     sums_dtype: torch.dtype,
+    overwrite: bool = False,
     implementation: str = registry.REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     function = registry.function_of("cross_entropy_backward_with_sums", implementation)
-    return function(logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
+    out = _place(logits, overwrite)
+    return function(logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype, out)
 
 
 def _backward_with_sums_fake(
@@ -161,17 +182,19 @@ def _backward_with_sums_fake(
     ignore_index: int,
     other: Tensor | None,
     sums_dtype: torch.dtype,
-    implementation: str = registry.REFERENCE,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor]:
     return logits.new_empty(logits.shape), logits.new_empty(logits.shape[1], dtype=sums_dtype)
 
 
 CROSS_ENTROPY_BACKWARD_WITH_SUMS = define(
     "cross_entropy_backward_with_sums(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
-    "int ignore_index, Tensor? addend, ScalarType sums_dtype, "
+    "int ignore_index, Tensor? addend, ScalarType sums_dtype, bool overwrite=False, "
     'str implementation="reference") -> (Tensor dlogits, Tensor sums)',
     _backward_with_sums,
     _backward_with_sums_fake,
+    overwrites=True,
 )
 
 
@@ -188,18 +211,20 @@ def _backward_deferred(
     gradients: Tensor,
     ignore_index: int,
     ticket: Tensor,
+    overwrite: bool = False,
     implementation: str = registry.REFERENCE,
 ) -> Tensor:
     addend = _waiting(ticket, logits)
-    return _backward(logits, targets, logsumexp, gradients, ignore_index, addend, implementation)
+    return _backward(logits, targets, logsumexp, gradients, ignore_index, addend, overwrite, implementation)
 
 
 CROSS_ENTROPY_BACKWARD_DEFERRED = define(
     "cross_entropy_backward_deferred(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
-    'int ignore_index, Tensor ticket, str implementation="reference") -> Tensor',
+    'int ignore_index, Tensor ticket, bool overwrite=False, str implementation="reference") -> Tensor',
     _backward_deferred,
     _backward_fake,
     asks=True,
+    overwrites=True,
 )
 
 
@@ -211,19 +236,22 @@ def _backward_deferred_with_sums(
     ignore_index: int,
     ticket: Tensor,
     sums_dtype: torch.dtype,
+    overwrite: bool = False,
     implementation: str = registry.REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     addend = _waiting(ticket, logits)
-    return _backward_with_sums(logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype, implementation)
+    operands = (logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
+    return _backward_with_sums(*operands, overwrite, implementation)
 
 
 CROSS_ENTROPY_BACKWARD_DEFERRED_WITH_SUMS = define(
     "cross_entropy_backward_deferred_with_sums(Tensor logits, Tensor targets, Tensor logsumexp, Tensor gradients, "
-    "int ignore_index, Tensor ticket, ScalarType sums_dtype, "
+    "int ignore_index, Tensor ticket, ScalarType sums_dtype, bool overwrite=False, "
     'str implementation="reference") -> (Tensor dlogits, Tensor sums)',
     _backward_deferred_with_sums,
     _backward_with_sums_fake,
     asks=True,
+    overwrites=True,
 )
 
 

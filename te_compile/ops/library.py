@@ -16,6 +16,8 @@ implementations: dict[str, Callable[..., Any]] = {}
 asking: set[str] = set()
 """Operators whose code asks each time for more than its arguments say: no call of theirs stands for another."""
 
+overwriting: set[str] = set()
+"""Operators whose result may lie where their first tensor did, if their arguments permit it."""
 
 optional: set[str] = set()
 """Operators whose code may return None where their schema says Tensor: one that already is where it belongs."""
@@ -28,11 +30,13 @@ def define(
     *,
     asks: bool = False,
     may_be_none: bool = False,
+    overwrites: bool = False,
     draws: bool = False,
 ) -> Any:
     """Define an opaque operator: ``implementation`` runs it on every device, ``fake`` gives its result shapes.
 
-    asks: it is one of :data:`asking`; may_be_none: of :data:`optional`; draws: it takes numbers from the generator.
+    asks: it is one of :data:`asking`; may_be_none: of :data:`optional`; overwrites: of :data:`overwriting`; draws: it
+    takes numbers from the generator.
 
     Returns the overload, e.g. ``torch.ops.te.quantize.default``, the target that graph passes look for.
     """
@@ -46,6 +50,8 @@ def define(
         asking.add(name)
     if may_be_none:
         optional.add(name)
+    if overwrites:
+        overwriting.add(name)
     return getattr(torch.ops.te, name).default
 
 

@@ -368,14 +368,21 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor, ignore_index: int) ->
 @registry.register("cross_entropy_backward_deferred", TRITON, priority=PRIORITY, check=_check_cross_entropy)
 @registry.register("cross_entropy_backward", TRITON, priority=PRIORITY, check=_check_cross_entropy)
 def cross_entropy_backward(
-    logits: Tensor, targets: Tensor, logsumexp: Tensor, gradients: Tensor, ignore_index: int, addend: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    logsumexp: Tensor,
+    gradients: Tensor,
+    ignore_index: int,
+    addend: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """``te::cross_entropy_backward`` by kernels/cross_entropy.py."""
+    operands = (logits, targets, logsumexp, gradients, ignore_index, addend)
     if logits.numel() == 0:
-        return cross_entropy_backward_reference(logits, targets, logsumexp, gradients, ignore_index, addend)
+        return cross_entropy_backward_reference(*operands)
     from te_compile.kernels.cross_entropy import cross_entropy_backward as kernel
 
-    return kernel(logits, targets, logsumexp, gradients, ignore_index, addend)
+    return kernel(*operands, out=out)
 
 
 def _check_cross_entropy_with_sums(target: Target, arguments: dict[str, Any]) -> None:
@@ -400,6 +407,7 @@ def cross_entropy_backward_with_sums(
     ignore_index: int,
     addend: Tensor | None,
     sums_dtype: torch.dtype,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``te::cross_entropy_backward_with_sums`` by kernels/cross_entropy.py."""
     operands = (logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
@@ -407,7 +415,7 @@ def cross_entropy_backward_with_sums(
         return cross_entropy_backward_with_sums_reference(*operands)
     from te_compile.kernels.cross_entropy import cross_entropy_backward_with_sums as kernel
 
-    return kernel(*operands)
+    return kernel(*operands, out=out)
 
 
 def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
 from te_compile.passes.open_attention_modules import open_attention_modules
 from te_compile.passes.open_encoder_layers import open_encoder_layers
 from te_compile.passes.open_norms import open_norms
+from te_compile.passes.overwrite_logits import keep_read_logits, overwrite_logits
 from te_compile.passes.pair_producers import pair_producers
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prune_outputs import prune_outputs
@@ -71,6 +72,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     fuse_loss_backward,  # likewise
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway
+    overwrite_logits,  # after it, which makes another operator of the loss's backward
     remake_transposed,  # after all that merges with a quantize, for what it reads then is what must be there
     pair_producers,
     transpose_late,  # after the pairs, which write two gradients
@@ -90,7 +92,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
 TO_SAVE_MEMORY: tuple[GraphPass, ...] = (remake_transposed, transpose_late, delay_weight_gradients)
 """Those of them that run with ``save_memory=True`` alone."""
 
-DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once)
+DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once, keep_read_logits)
 """On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone."""
 
 NOT_IN_CUDA_GRAPHS: tuple[GraphPass, ...] = (read_scales_in_place,)

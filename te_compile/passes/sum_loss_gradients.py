@@ -39,6 +39,7 @@ _WITH_SUMS = {
     CROSS_ENTROPY_BACKWARD: CROSS_ENTROPY_BACKWARD_WITH_SUMS,
     CROSS_ENTROPY_BACKWARD_DEFERRED: CROSS_ENTROPY_BACKWARD_DEFERRED_WITH_SUMS,
 }
+_DECIDED_LATER = ("overwrite", "implementation")
 
 
 def sum_loss_gradients(graph: Graph) -> int:
@@ -56,7 +57,7 @@ def _fuse(backward: Node) -> int:
     graph, target = backward.graph, _WITH_SUMS[backward.target]
     names = [argument.name for argument in target._schema.arguments]
     with graph.inserting_before(backward):
-        both = call_like(target, tuple(arguments[name] for name in names if name != "implementation"), backward)
+        both = call_like(target, tuple(arguments[name] for name in names if name not in _DECIDED_LATER), backward)
         gradient, row = (call_like(operator.getitem, (both, index), backward) for index in range(2))
     backward.replace_all_uses_with(gradient)
     graph.erase_node(backward)

@@ -320,7 +320,7 @@ def test_cuda_graphs_train_with_it() -> None:
         assert all(relative_error(got[1][name], gradient) < 5e-2 for name, gradient in wanted[1].items())
 
 
-def test_logits_that_only_the_loss_reads_take_no_more_memory_than_a_gradient() -> None:
+def test_logits_that_only_the_loss_reads_share_their_memory_with_their_gradient() -> None:
     know_the_backend()
     torch._dynamo.reset()
     rows, columns = 2048, 32000
@@ -339,4 +339,4 @@ def test_logits_that_only_the_loss_reads_take_no_more_memory_than_a_gradient() -
     before = torch.cuda.memory_allocated()
     run(hidden).backward()
     logits = 2 * rows * columns
-    assert torch.cuda.max_memory_allocated() - before < 2.5 * logits, "the logits and their gradient, in 16 bits"
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * logits, "the logits, in 16 bits, and little beside them"

@@ -50,6 +50,10 @@ def agrees(
     torch.testing.assert_close(got, want, rtol=max(1e-5, eps), atol=1e-5, equal_nan=True)
     if logits.dtype != FP32:
         assert float((got != want)[targets != logits.shape[1]].float().mean()) < 0.01, "rounded once, as the reference"
+    if logits.is_contiguous():
+        place = logits.clone()
+        assert cross_entropy_backward(place, *given[1:], walk, out=place) is place, "it may lie where the logits did"
+        torch.testing.assert_close(place, got, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,6 +180,11 @@ def sums_agree(
     assert (sums.shape, sums.dtype) == ((logits.shape[1],), dtype)
     exact = got.double().sum(0)
     torch.testing.assert_close(sums.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
+    if logits.is_contiguous():
+        place = logits.clone()
+        again = cross_entropy_backward_with_sums(place, *given[1:], dtype, descent, out=place)
+        assert again[0] is place
+        torch.testing.assert_close(again, (got, sums), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
