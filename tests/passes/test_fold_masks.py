@@ -96,6 +96,48 @@ def written_into(x: Tensor) -> Tensor:
     return mask
 
 
+def written_into_flat(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask.ravel()[1] = True
+    return mask
+
+
+def written_into_data(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask.data[0, 1] = True
+    return mask
+
+
+def written_into_turned(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask.moveaxis(0, 1)[1, 0] = True
+    return mask
+
+
+def written_into_by_position(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], x.shape[1]).tril()
+    F.hardtanh(mask, 1.0, 2.0, True)
+    return mask == 1
+
+
+def of_bytes(x: Tensor) -> Tensor:
+    """Differences of bytes are never negative: it hides nothing."""
+    at = torch.arange(x.shape[1], dtype=torch.uint8)
+    return at[:, None] - at[None, :] >= 0
+
+
+def of_truths(x: Tensor) -> Tensor:
+    """All keys but the first are where the second is."""
+    at = torch.arange(x.shape[1])
+    return at.bool()[None, :] <= at[:, None]
+
+
+def a_triangle_without_a_row(x: Tensor) -> Tensor:
+    infinite = torch.full((x.shape[1], x.shape[1]), float("-inf"))
+    infinite[0].fill_(0.0)
+    return infinite.triu(1)
+
+
 def a_bias(x: Tensor) -> Tensor:
     q, k = positions(x)
     return (k - q).float() / 8
@@ -129,7 +171,10 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("mask", [window, from_data, written_into, a_bias, far_below, far_above])
+@pytest.mark.parametrize("mask", [
+    window, from_data, written_into, written_into_flat, written_into_data, written_into_turned,
+    written_into_by_position, a_triangle_without_a_row, a_bias, far_below, far_above,
+])  # fmt: skip
 def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
     assert count == 0
@@ -138,6 +183,7 @@ def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed:
 
 @pytest.mark.parametrize(("mask", "expected"), [
     (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (window, 0), (from_data, 0), (far_below, 0),
+    (written_into_flat, 0), (of_bytes, 0), (of_truths, 0), (a_triangle_without_a_row, 0),
 ])  # fmt: skip
 def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any(mask: Mask, expected: int) -> None:
     x = torch.randn(2, LENGTH, 32)
@@ -172,6 +218,61 @@ def test_a_mask_before_a_cache_with_room_is_folded_if_it_begins_at_the_first_key
         torch._dynamo.mark_dynamic(cache, 1)
     count, got, wanted = folded(WithRoom(first), x, cache)
     assert count == expected
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Scaled(Attention):
+    """Attention with a scale of its own."""
+
+    def __init__(self, mask: Mask, scale: float) -> None:
+        super().__init__(mask)
+        self.scale = scale
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale).transpose(1, 2).flatten(2)
+
+
+class ScaledEager(Scaled):
+    """The same spelled out."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.mT * self.scale).masked_fill(~mask, float("-inf"))
+        return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("scale", "expected"), [(0.7, 1), (-0.7, 0), (0.0, 0)])
+@pytest.mark.parametrize("kind", [Scaled, ScaledEager])
+def test_a_causal_mask_is_folded_where_the_scale_is_positive(
+    kind: type[Scaled], scale: float, expected: int, dynamic: bool
+) -> None:
+    """A kernel that hides by -inf before it scales makes a NaN of it otherwise."""
+    x = torch.randn(2, LENGTH, 32)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+    count, got, wanted = folded(kind(causal, scale), x)
+    assert count == expected
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class WithoutSomeQueries(Attention):
+    """The first queries are set to zero and see all keys, by the model's own choice: these two conditions are what
+    ``recognise_attention`` writes, had it found that a mask hides those rows."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        at = torch.arange(x.shape[1])[:, None]
+        seen = torch.where(at <= 3, torch.ones((), dtype=torch.bool), mask)
+        attention = F.scaled_dot_product_attention(q.masked_fill(at <= 3, 0.0), k, v, attn_mask=seen)
+        return attention.transpose(1, 2).flatten(2)
+
+
+def test_queries_that_the_model_itself_sets_to_zero_stay_so() -> None:
+    count, got, wanted = folded(WithoutSomeQueries(causal), torch.randn(2, LENGTH, 32))
+    assert count == 0
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 

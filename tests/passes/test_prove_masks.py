@@ -30,6 +30,11 @@ def causal(x: Tensor) -> Tensor:
     return (k <= q).expand(x.shape[0], -1, -1, -1)
 
 
+def causal_of_narrow_integers(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1], dtype=torch.int32)
+    return at[:, None] - at[None, :] >= 0
+
+
 def causal_of_one_packed_sequence(x: Tensor) -> Tensor:
     batch, q, k = grid(x)
     at = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
@@ -165,6 +170,47 @@ def triangle_of_small_numbers(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
 
 
+def triangle_without_a_row(x: Tensor) -> Tensor:
+    infinite = torch.full((x.shape[1], x.shape[1]), float("-inf"))
+    infinite[0].fill_(0.0)
+    return infinite.triu(1)
+
+
+def triangle_of_a_written_diagonal(x: Tensor) -> Tensor:
+    shown = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    shown.ravel()[:: x.shape[1] + 1].fill_(False)
+    return shown.tril()
+
+
+def filled_where_numbers_were_written(x: Tensor) -> Tensor:
+    at, numbers = torch.arange(x.shape[1]), torch.zeros(x.shape[1], x.shape[1])
+    numbers[2:].data.fill_(MINIMUM)
+    return numbers.masked_fill(at[None, :] > at[:, None], float("-inf"))
+
+
+def from_truths(x: Tensor) -> Tensor:
+    """Every key but the first is at 1."""
+    at = torch.arange(x.shape[1])
+    return at.bool()[None, :] <= at[:, None]
+
+
+def from_truths_added(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return at[None, :] + at.to(torch.bool)[:, None] <= at[:, None] + at.bool()[None, :]
+
+
+def from_differences_of_bytes(x: Tensor) -> Tensor:
+    """They wrap, and are never negative."""
+    at = torch.arange(x.shape[1], dtype=torch.uint8)
+    return at[:, None] - at[None, :] >= 0
+
+
+def from_bytes(x: Tensor) -> Tensor:
+    """As causal as positions are, as far as a byte counts."""
+    at = torch.arange(x.shape[1], dtype=torch.int8)
+    return at[None, :] <= at[:, None]
+
+
 def of_the_last_query(x: Tensor) -> Tensor:
     """As in a decoding step with a cache."""
     past = x.shape[1] - 1
@@ -217,8 +263,8 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
 
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("mask", [
-    causal, causal_of_one_packed_sequence, strictly_not_later, added, filled, scaled_with_the_scores, filled_triangle,
-    lower_triangle, all_but_the_upper_triangle,
+    causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
+    scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle,
 ])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
@@ -232,6 +278,8 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
     before_the_query, one_later, window, wrong_way_round, by_batch, every_second, of_two_sequences, from_data,
     from_a_shifted_slice, a_little_added, written_into, written_into_a_copy, scaled_to_a_bias, turned_round,
     scaled_in_place, one_diagonal_more, upper_triangle, filled_from_the_diagonal_on, triangle_of_small_numbers,
+    triangle_without_a_row, triangle_of_a_written_diagonal, filled_where_numbers_were_written, from_truths,
+    from_truths_added, from_differences_of_bytes, from_bytes,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,19 @@ def test_the_text_of_a_rewritten_attention() -> None:
     )
 
 
+def test_a_result_in_another_order_is_not_taken_for_one_in_order_where_heads_are_as_many_as_positions() -> None:
+    def reshaped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(0.3).softmax(dim=-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(BATCH, HEADS, HEADS, WIDTH).cos()
+
+    def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(0.3).softmax(dim=-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v).view(BATCH, HEADS, HEADS, WIDTH).flatten(2)
+
+    for form in (reshaped, viewed):
+        assert_recognised(form, *(heads(length=HEADS) for _ in "qkv"))
+
+
 def test_scores_computed_in_float32_from_bfloat16_are_those_of_the_narrow_operands() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q.to(torch.float32) @ k.to(torch.float32).transpose(-1, -2)
@@ -177,6 +191,21 @@ def test_a_scale_that_is_learned_gets_its_gradient() -> None:
 
     # Its gradient sums what cancels over all queries and keys: in 400 draws two ways to say the same were 1.2e-5 apart.
     assert_recognised(run, *operands(), torch.randn(HEADS, 1, 1, requires_grad=True), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("step", [operator.mul, operator.truediv], ids=["multiplied", "divided"])
+@pytest.mark.parametrize("write", [
+    lambda factor: factor[1:].mul_(3.0), lambda factor: factor.ravel()[0].add_(1.0), lambda factor: factor.data.add_(1),
+], ids=["rows", "ravel", "data"])  # fmt: skip
+def test_a_factor_that_a_view_was_written_to_counts_as_it_is_then(
+    write: Callable[[Tensor], Tensor], step: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        factor = torch.ones(HEADS, 1, 1)
+        write(factor)
+        return F.softmax(step(q @ k.mT * 0.3, factor), dim=-1) @ v
+
+    assert_recognised(run, *operands(), tolerance=1e-4)  # a factor that was not seen is off by half
 
 
 def test_keys_of_one_head_are_broadcast() -> None:
@@ -225,6 +254,37 @@ def test_rows_hidden_entirely_agree_and_send_the_values_the_same_gradient() -> N
     for mask in masks_that_hide_rows():
         q, k, v = operands()
         assert_recognised(run, q, k, v, mask, leaves=[v])
+
+
+@pytest.mark.parametrize("number", [-1e9, MINIMUM])
+def test_a_row_that_is_hidden_by_an_assignment_agrees(number: float) -> None:
+    def by_assignment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.zeros(LENGTH, LENGTH)
+        mask[0] = number
+        mask[2, 3:] = number
+        return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
+
+    def by_a_view(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.zeros(LENGTH, LENGTH)
+        mask[0].fill_(number)
+        return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
+
+    for run in (by_assignment, by_a_view):
+        q, k, v = operands()
+        assert_recognised(run, q, k, v, leaves=[v])
+
+
+def test_a_row_that_is_hidden_by_infinity_is_no_number_as_in_the_model() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.zeros(LENGTH, LENGTH)
+        mask[0] = -math.inf
+        return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
+
+    inputs = operands()
+    _, gm, examples = rewritten(run, *inputs)
+    wanted = run(*inputs)
+    assert wanted[:, :, 0].isnan().all()
+    torch.testing.assert_close(gm(*examples)[0], wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_rows_hidden_entirely_disturb_no_gradient_of_the_others() -> None:
@@ -397,6 +457,31 @@ def _values_written_into_meanwhile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1) @ (v + k)
 
 
+def _keys_written_into_by_position(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1.0
+    scores = q @ k.mT
+    F.hardtanh(k, -0.1, 0.1, True)
+    return F.softmax(scores, dim=-1) @ (v + k)
+
+
+def _multiplied_by_a_negative_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * -0.5, dim=-1) @ v
+
+
+def _of_negative_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q * 0.5 @ (k / -4.0).mT, dim=-1) @ v
+
+
+def _negative_by_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(torch.ones(BATCH * HEADS, 1, LENGTH).cumsum(-1), q, k.mT, alpha=-0.25)
+    return torch.bmm(F.softmax(scores, dim=-1), v)
+
+
+def _multiplied_by_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * 0.0, dim=-1) @ v
+
+
 def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     result = F.softmax(q @ k.mT, dim=-1) @ v
     result.flatten(1, 2).mul_(0.5)
@@ -410,6 +495,11 @@ def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("weights go through mul", _head_mask),
     ("gradients or autocast are switched", _without_gradients_inside),
     ("changed in place", _values_written_into_meanwhile),
+    ("changed in place", _keys_written_into_by_position),
+    ("multiplied by -0.5", _multiplied_by_a_negative_number),
+    ("multiplied by -0.125", _of_negative_keys),
+    ("multiplied by -0.25", _negative_by_baddbmm),
+    ("multiplied by 0", _multiplied_by_nothing),
     ("its result is changed in place", _result_written_into),
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
@@ -423,6 +513,23 @@ def test_a_softmax_over_another_dimension_or_of_something_else_is_none_of_our_bu
     for other in (run, _with_sinks):
         count, gm, _ = rewritten(other, *operands())
         assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
+
+
+def test_a_sum_over_what_one_operand_broadcasts_is_no_product_of_matrices() -> None:
+    """einsum repeats a letter's only element, as matmul does not."""
+
+    def of_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bhqk,bhkd->bhqd", F.softmax(q @ k.mT, dim=-1), v[:, :, :1])
+
+    def of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k[..., :1]), dim=-1) @ v
+
+    for run in (of_values, of_keys):
+        inputs = operands()
+        count, gm, examples = rewritten(run, *inputs)
+        assert count == 0
+        for got, wanted in zip(results(gm, examples, inputs), results(run, inputs, inputs), strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_autocast_inside_the_graph_is_a_border() -> None:

@@ -1,4 +1,5 @@
-"""What writes into a tensor is found by whatever name a view of it has, and in the bodies of checkpointed regions."""
+"""What writes into a tensor is found by whatever name a view of it has, in the bodies of checkpointed regions, where
+``inplace`` is given by its place, and where a custom operator says so."""
 
 from __future__ import annotations
 
@@ -6,13 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from te_compile.passes.captured_nodes import called
+from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.side_effects import may_change, memory_of
 from tests.capturing import captured
+from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,6 +33,26 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x)[0],
     "two in a row": lambda x: x.moveaxis(0, 1).adjoint(),
 }
+
+
+@torch.library.custom_op("te_compile_tests::fill_with_ones", mutates_args={"x"})
+def fill_with_ones(x: Tensor) -> None:
+    x.fill_(1)
+
+
+@fill_with_ones.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("te_compile_tests::ones_like", mutates_args=())
+def ones_like(x: Tensor) -> Tensor:
+    return torch.ones_like(x)
+
+
+@ones_like.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def node_called(graph: Graph, name: str) -> Node:
@@ -71,3 +95,62 @@ def test_a_write_in_a_checkpointed_region_is_one(writes: bool, view: Callable[[T
 
     gm, _ = captured(function, torch.randn(4, 4, requires_grad=True))
     assert may_change(node_called(gm.graph, "cos")) == writes
+
+
+WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "relu": lambda x: F.relu(x, True),
+    "relu by name": lambda x: F.relu(x, inplace=True),
+    "hardtanh": lambda x: F.hardtanh(x, -1, 1, True),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1, True),
+    "dropout": lambda x: F.dropout(x, 0.5, True, True),
+    "of a view": lambda x: F.silu(x.moveaxis(0, 1), True),
+    "out": lambda x: torch.sin(x, out=x),
+    "custom operator": fill_with_ones,
+    "custom operator by its packet": torch.ops.te_compile_tests.fill_with_ones,
+    "custom operator by its overload": torch.ops.te_compile_tests.fill_with_ones.default,
+}
+NOT_WRITERS: dict[str, Callable[[Tensor], object]] = {
+    "relu": lambda x: F.relu(x, False),
+    "hardtanh": lambda x: F.hardtanh(x, -1, 1),
+    "dropout": lambda x: F.dropout(x, 0.5, True),
+    "custom operator by its packet": torch.ops.te_compile_tests.ones_like,
+}
+
+
+def _writing(write: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        made = x.cos()
+        write(made)
+        return made + 1
+
+    return function
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=list(WRITERS))
+def test_whatever_asks_for_it_a_write_is_one(write: Callable[[Tensor], object]) -> None:
+    gm, _ = captured(_writing(write), torch.randn(4, 4))
+    assert may_change(node_called(gm.graph, "cos"))
+
+
+@pytest.mark.parametrize("read", NOT_WRITERS.values(), ids=list(NOT_WRITERS))
+def test_what_only_could_write_does_not(read: Callable[[Tensor], object]) -> None:
+    gm, _ = captured(_writing(read), torch.randn(4, 4))
+    assert not may_change(node_called(gm.graph, "cos"))
+
+
+@pytest.mark.parametrize("name", ["relu", "hardtanh", "custom operator by its packet"])
+def test_a_norm_whose_input_is_written_to_between_its_parts_stays(name: str) -> None:
+    """With no gradients to compute, nothing else than this keeps it from being gathered behind the write."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        made = x.cos()
+        square = made.float().pow(2).mean(-1, keepdim=True)
+        WRITERS[name](made)
+        return F.linear(made * torch.rsqrt(square + 0.1), weight)
+
+    x, weight = torch.randn(4, 32), torch.randn(16, 32)
+    with torch.no_grad():
+        fast = compiled(function, exclude=["*"])
+        torch.testing.assert_close(fast(x, weight), function(x, weight))
+        gm, _ = captured(function, x, weight)
+    assert recognise_norms(gm.graph) == 0
