@@ -171,9 +171,9 @@ def may_hide(tensor: Node) -> bool:
 
 def is_zero_or_hidden(tensor: Any) -> bool:
     """Is every element of ``tensor`` zero or a number that hides, by the way it was made?"""
-    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES:
+    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES and not may_change(tensor):
         tensor = tensor.args[0]
-    if not isinstance(tensor, Node):
+    if not isinstance(tensor, Node) or may_change(tensor):
         return False
     if tensor.target is torch.where and len(tensor.args) == 3:
         choices = [number_in(each) for each in tensor.args[1:]]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -123,7 +124,10 @@ def _declared_written(node: Node, operator: OpOverload) -> Iterator[Node]:
 
 
 def _written_inside(node: Node) -> Iterator[Node]:
-    """The operands of a higher-order op whose body writes to what it is handed, or to a view of that."""
+    """The operands of a higher-order op whose body writes to what it is handed, or to a view of that; all of them where
+    that is a Triton kernel of the user's."""
+    if node.target is triton_kernel_wrapper_mutation:
+        yield from _nodes_in(node.kwargs["kwargs"])
     owner = node.graph.owning_module
     for body_at, body in enumerate(node.args):
         module = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None

@@ -83,10 +83,10 @@ def plain_operators(graph: Graph) -> int:
     """Replace methods and ATen operators that stand for functions by these; returns how many."""
     replaced = 0
     for node in graph.nodes:
-        _place_input(node)
         if function := _function_of(node):
             _call(node, function)
             replaced += 1
+        _place_input(node)
         if node.op != "call_method" or node.kwargs:
             continue
         function = _FUNCTIONS.get(node.target)

@@ -37,7 +37,7 @@ from te_compile.passes.captured_nodes import argument, called, is_tensor, value_
 from te_compile.passes.side_effects import may_change
 
 _ALL = slice(None, None, None)
-_WHOLE = (torch.int32, torch.int64)
+_WHOLE = (torch.int32, torch.int64)  # others count to 127 or 255, or are truths
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -209,7 +209,7 @@ def _arange(proof: Proof, node: Node) -> Formula:
     has_start = len(bounds) > 1 or (bounds and "end" in node.kwargs)
     start = _integer(bounds[0] if has_start else node.kwargs.get("start", 0))
     step = bounds[2] if len(bounds) > 2 else node.kwargs.get("step", 1)
-    if start is None or step != 1 or value_of(node).dtype not in _WHOLE:  # others count to 127 or 255
+    if start is None or step != 1 or value_of(node).dtype not in _WHOLE:
         raise _UnknownError
     return Sum((1,), start)
 
@@ -226,7 +226,7 @@ def _filled(number: bool) -> Callable[[Proof, Node], Formula]:
 
 def _arithmetic(sign: int) -> Callable[[Proof, Node], Formula]:
     def rule(proof: Proof, node: Node) -> Formula:
-        if len(node.args) != 2 or node.kwargs or value_of(node).dtype.is_floating_point:
+        if len(node.args) != 2 or node.kwargs or value_of(node).dtype not in _WHOLE:
             raise _UnknownError
         left, right = (_sum_of(proof.as_part_of(each, node)) for each in node.args)
         return left + right.times(sign)

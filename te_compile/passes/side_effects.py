@@ -22,13 +22,12 @@ _ALIASES = {
 }  # fmt: skip
 
 
-def _may_be_view(node: Node) -> bool:
-    """May ``node`` share the memory of its first argument?"""
-    if node.target is getattr or called(node) in _ALIASES:
+def _may_be_view(node: Node, source: Node) -> bool:
+    """May ``node`` share the memory of ``source``, one of its operands? It does where Dynamo's example does, for there
+    are more views than names; and where it may under other sizes, as the name of a view of its first operand says."""
+    if not memories_of(source).isdisjoint(memories_of(node)):
         return True
-    source = argument(node, 0, "input")
-    memory = memories_of(source) if isinstance(source, Node) else set()
-    return not memory.isdisjoint(memories_of(node))
+    return (node.target is getattr or called(node) in _ALIASES) and argument(node, 0, "input") is source
 
 
 def is_border(node: Node) -> bool:
@@ -56,20 +55,22 @@ def writers_of(node: Node) -> Iterator[Node]:
     """What writes into ``node``, or into what may be a view of it."""
     waiting, seen = [node], {node}
     while waiting:
-        for user in waiting.pop().users:
+        current = waiting.pop()
+        for user in current.users:
             if writes(user):
                 yield user
-            if _may_be_view(user) and user not in seen:
+            if user not in seen and _may_be_view(user, current):
                 seen.add(user)
                 waiting.append(user)
 
 
 def _shares_memory_of(node: Node) -> Node | None:
     """What ``node`` is a view of or writes into; None if it has memory of its own."""
-    if node.op not in ("call_function", "call_method") or not (writes(node) or _may_be_view(node)):
+    if node.op not in ("call_function", "call_method"):
         return None
-    source = argument(node, 0, "input")
-    return source if isinstance(source, Node) else None
+    if (written := next(written_by(node), None)) is not None:
+        return written
+    return next((source for source in node.all_input_nodes if _may_be_view(node, source)), None)
 
 
 def memory_of(node: Node) -> Node:
@@ -96,7 +97,7 @@ def changes_after(read: Node, last: Node, known: dict[Node, bool]) -> bool:
         for user in node.users:
             if last < user and any(node is written for written in written_by(user)):
                 return True
-            if _shares_memory_of(user) is node:
+            if _may_be_view(user, node) or any(node is written for written in written_by(user)):
                 sharing.append(user)
     return False
 

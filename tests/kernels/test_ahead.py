@@ -253,7 +253,7 @@ def operator_calls() -> dict[str, Callable[[], Any]]:
         ),
         "_cross_entropy_forward_kernel": lambda: call["cross_entropy_forward"](logits, targets, -100, TRITON),
         "_cross_entropy_backward_kernel": lambda: call["cross_entropy_backward"](
-            logits, targets, row, one.expand(6), -100, logits, TRITON
+            logits, targets, row, one.expand(6), -100, logits, False, TRITON
         ),
     }
 
@@ -293,11 +293,11 @@ def test_a_loss_with_sums_is_rehearsed_with_what_adds_them_up() -> None:
     with FakeTensorMode(), rehearsing(notes):
         logits, targets, row = torch.empty(6, 130), torch.empty(6, dtype=torch.int64), torch.empty(6)
         implementations["cross_entropy_backward_with_sums"](
-            logits, targets, row, torch.empty(()).expand(6), -100, None, torch.bfloat16, TRITON
+            logits, targets, row, torch.empty(()).expand(6), -100, None, torch.bfloat16, False, TRITON
         )
         ticket = torch.empty((), dtype=torch.float64)
         implementations["cross_entropy_backward_deferred_with_sums"](
-            logits, targets, row, row, -100, ticket, torch.float32, TRITON
+            logits, targets, row, row, -100, ticket, torch.float32, False, TRITON
         )
     names = [kernel.__name__ for kernel, _, _ in notes.launches]
     assert names == 2 * ["_cross_entropy_backward_with_sums_kernel", "_add_up_kernel"]

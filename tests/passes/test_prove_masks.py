@@ -243,6 +243,15 @@ def up_to_another_length(x: Tensor) -> Tensor:
     return ((torch.arange(1) + x.shape[1])[:, None] <= 20).expand(-1, x.shape[1])
 
 
+def bytes_below_zero(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[1], x.shape[1], dtype=torch.uint8) - 1 < 0
+
+
+def twice_true(x: Tensor) -> Tensor:
+    true = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    return true + true == 2
+
+
 def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
     """What the mask of the one attention of a graph is proved to mean; ``queries``: how many of the last there are."""
 
@@ -279,7 +288,7 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
     from_a_shifted_slice, a_little_added, written_into, written_into_a_copy, scaled_to_a_bias, turned_round,
     scaled_in_place, one_diagonal_more, upper_triangle, filled_from_the_diagonal_on, triangle_of_small_numbers,
     triangle_without_a_row, triangle_of_a_written_diagonal, filled_where_numbers_were_written, from_truths,
-    from_truths_added, from_differences_of_bytes, from_bytes,
+    from_truths_added, from_differences_of_bytes, from_bytes, bytes_below_zero, twice_true,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None

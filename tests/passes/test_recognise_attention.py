@@ -567,3 +567,14 @@ def test_with_symbolic_sizes_attention_is_recognised_too() -> None:
     arguments = [replaced[id(x) if isinstance(x, Tensor) else int(x)] for x in examples]
     wanted = scaled_after(*longer)
     torch.testing.assert_close(gm(*arguments)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_that_are_written_into_a_mask_are_no_longer_zero_or_hidden() -> None:
+    """So that they may not be rounded with it."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.where(torch.ones(LENGTH, LENGTH).tril() > 0, torch.zeros(()), MINIMUM)
+        mask[1:] = 100 + torch.linspace(0, 3, LENGTH)
+        return F.softmax(q @ k.mT + mask, dim=-1).to(v.dtype) @ v
+
+    assert_stays("would be rounded", run, *operands(torch.bfloat16))

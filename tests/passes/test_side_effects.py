@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "atleast_3d": torch.atleast_3d,
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x)[0],
     "two in a row": lambda x: x.moveaxis(0, 1).adjoint(),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "einsum of a diagonal": lambda x: torch.einsum("ii->i", x),
 }
 
 
@@ -70,6 +73,16 @@ def test_a_write_into_a_view_is_one(view: Callable[[Tensor], Tensor]) -> None:
     gm, _ = captured(function, torch.randn(4, 4))
     assert may_change(node_called(gm.graph, "cos"))
     assert memory_of(node_called(gm.graph, "fill_")) is node_called(gm.graph, "cos")
+
+
+def test_a_write_into_the_view_of_one_of_several_is_one() -> None:
+    def function(x: Tensor) -> Tensor:
+        made = x.cos()
+        torch.atleast_2d([torch.ones(3), made])[1].fill_(1)
+        return made + 1
+
+    gm, _ = captured(function, torch.randn(4, 4))
+    assert may_change(node_called(gm.graph, "cos"))
 
 
 @pytest.mark.parametrize("copy", [lambda x: x.clone(), lambda x: x + 0, lambda x: x.mT.sin()])
@@ -154,3 +167,11 @@ def test_a_norm_whose_input_is_written_to_between_its_parts_stays(name: str) -> 
         torch.testing.assert_close(fast(x, weight), function(x, weight))
         gm, _ = captured(function, x, weight)
     assert recognise_norms(gm.graph) == 0
+
+
+def test_a_triton_kernel_of_the_users_writes_to_what_it_is_given() -> None:
+    graph = Graph()
+    given, other = graph.placeholder("given"), graph.placeholder("other")
+    of_the_call = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "tma_descriptor_metadata": {}}
+    graph.call_function(triton_kernel_wrapper_mutation, kwargs={**of_the_call, "kwargs": {"pointer": given}})
+    assert may_change(given) and not may_change(other)
