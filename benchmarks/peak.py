@@ -83,12 +83,11 @@ def _forget_what_is_local(node: BaseSchedulerNode, outputs: OrderedSet[str]) -> 
 
 
 def _forget_what_is_overwritten(node: BaseSchedulerNode, freeable: dict[str, Any]) -> None:
-    """The gradient of logits lies where they did. The caller, who drops them, has not kept them from it."""
+    """The gradient of logits lies where they did, so of the two the gradient alone counts: from here on, which is where
+    there is the most. The caller drops the logits."""
     made_of = node.node.get_origins() if isinstance(node.node, ir.FallbackKernel) else ()
     if any(each.target in LOSS_BACKWARDS and arguments_of(each)["overwrite"] for each in made_of):
-        (gradient,), logits = node.get_outputs(), freeable[node.node.inputs[0].get_name()]
-        gradient.mpi_buffer.size_alloc -= logits.mpi_buffer.size_free
-        logits.mpi_buffer.size_free = 0
+        freeable[node.node.inputs[0].get_name()].mpi_buffer.size_free = 0
 
 
 @contextmanager
