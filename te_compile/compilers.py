@@ -33,7 +33,7 @@ from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
 from te_compile.passes.memory import autograd_is_compiled
-from te_compile.passes.overwrite_logits import overwrite_logits
+from te_compile.passes.overwrite_logits import keep_read_logits, overwrite_logits
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 from te_compile.prepared_kernels import KernelsAhead, TimedTiles
 
@@ -114,8 +114,8 @@ def joint_passes(options: Options) -> tuple[GraphPass, ...]:
     left_out = set() if options.save_memory else set(TO_SAVE_MEMORY)
     if not options.accumulate_in_products or _asks_nobody(options):
         left_out.add(accumulate_in_products)
-    if not options.overwrite_logits or options.compiler != "inductor" or _asks_nobody(options):
-        left_out.add(overwrite_logits)  # others have no passes for the backward's own graph, which may object
+    if not options.overwrite_logits or _asks_nobody(options):
+        left_out.add(overwrite_logits)
     return tuple(each for each in JOINT_PASSES if each not in left_out)
 
 
@@ -178,9 +178,14 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
+    def backward(graph_module: GraphModule, _: Sequence[Any]) -> Compiled:
+        keep_read_logits(graph_module.graph)
+        graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
     compiler = aot_autograd(
         fw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
-        bw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
+        bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         decompositions=_drawing_as_eager_does(),

@@ -15,7 +15,16 @@ from te_compile.ops import cross_entropy
 from tests.compiling import compiled, gradients
 
 CLASSES, WIDTH = 1030, 16
-pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "loss_kernels"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "loss_kernels")
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request: pytest.FixtureRequest) -> str:
+    """Inductor writes code of its own around the operator."""
+    found: str = request.param
+    return found
+
+
 Results = Callable[[Tensor, Tensor], Any]
 
 
@@ -106,38 +115,38 @@ def go_twice(run: Callable[..., Any], *inputs: Tensor) -> None:
     loss.backward()
 
 
-def same_gradients(results: Results, step: Step, bias: bool = True, **options: Any) -> None:
+def same_gradients(compiler: str, results: Results, step: Step, bias: bool = True, **options: Any) -> None:
     """Of three steps with permission to overwrite and one without."""
     model, inputs = Speaker(results, bias).bfloat16(), batch()
-    run = compiled(model, compiler="inductor", **options)
+    run = compiled(model, compiler=compiler, **options)
     for _ in range(3):
         found = trained(model, run, step, *inputs)
     torch._dynamo.reset()
-    expected = trained(model, compiled(model, compiler="inductor", overwrite_logits=False, **options), step, *inputs)
+    expected = trained(model, compiled(model, compiler=compiler, overwrite_logits=False, **options), step, *inputs)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("results", [loss_alone, both])
-def test_it_does_and_gradients_stay(results: Results, bias: bool, overwritten: list[bool]) -> None:
-    same_gradients(results, drop, bias)
+def test_it_does_and_gradients_stay(results: Results, bias: bool, overwritten: list[bool], compiler: str) -> None:
+    same_gradients(compiler, results, drop, bias)
     assert overwritten == [True] * 3
 
 
-def test_a_second_loss_on_the_logits_is_no_obstacle(overwritten: list[bool]) -> None:
-    same_gradients(both, ask_for_the_logits_gradient)
+def test_a_second_loss_on_the_logits_is_no_obstacle(overwritten: list[bool], compiler: str) -> None:
+    same_gradients(compiler, both, ask_for_the_logits_gradient)
     assert overwritten == [True] * 3
 
 
 @pytest.mark.parametrize("step", [keep, keep_a_part])
-def test_logits_that_somebody_holds_stay(step: Step, overwritten: list[bool]) -> None:
-    same_gradients(both, step)
+def test_logits_that_somebody_holds_stay(step: Step, overwritten: list[bool], compiler: str) -> None:
+    same_gradients(compiler, both, step)
     assert overwritten == [False] * 3
 
 
-def test_logits_stay_as_long_as_the_graph_is_kept(overwritten: list[bool]) -> None:
+def test_logits_stay_as_long_as_the_graph_is_kept(overwritten: list[bool], compiler: str) -> None:
     with torch._functorch.config.patch(donated_buffer=False):  # else PyTorch lets nobody keep one
-        same_gradients(both, go_twice)
+        same_gradients(compiler, both, go_twice)
     assert overwritten == [False, True] * 3
 
 
@@ -152,25 +161,18 @@ def test_logits_stay_as_long_as_the_graph_is_kept(overwritten: list[bool]) -> No
     ids=["not deferred", "detached", "detached beside deferred", "a part"],
 )
 def test_logits_that_are_returned_otherwise_stay(
-    results: Results, options: dict[str, Any], overwritten: list[bool]
+    results: Results, options: dict[str, Any], overwritten: list[bool], compiler: str
 ) -> None:
     """What the caller holds may be the very tensor that was saved."""
-    same_gradients(results, keep, **options)
+    same_gradients(compiler, results, keep, **options)
     assert not any(overwritten)
 
 
-def test_logits_that_the_caller_gave_stay(overwritten: list[bool]) -> None:
+def test_logits_that_the_caller_gave_stay(overwritten: list[bool], compiler: str) -> None:
     def function(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels)
 
     given, labels = torch.randn(10, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (10,))
     before = given.detach().clone()
-    compiled(function, compiler="inductor")(given, labels).backward()
+    compiled(function, compiler=compiler)(given, labels).backward()
     assert torch.equal(given, before) and not overwritten
-
-
-def test_operator_by_operator_nothing_is_overwritten(overwritten: list[bool]) -> None:
-    """Nobody has looked at what else the backward pass reads there."""
-    model = Speaker(both).bfloat16()
-    trained(model, compiled(model), drop, *batch())
-    assert not overwritten

@@ -93,7 +93,8 @@ TO_SAVE_MEMORY: tuple[GraphPass, ...] = (remake_transposed, transpose_late, dela
 """Those of them that run with ``save_memory=True`` alone."""
 
 DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once, keep_read_logits)
-"""On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone."""
+"""On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone, but for the
+last one, without which a backward pass might be wrong."""
 
 NOT_IN_CUDA_GRAPHS: tuple[GraphPass, ...] = (read_scales_in_place,)
 """Those of them that save the host's time: a replayed graph launches the copy of all scales with the rest, and nobody

@@ -114,13 +114,16 @@ def most_that_swallows(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min, SWALLOWS)
 
 
-def number_in(node: Any) -> float | None:
-    """The one number that ``node`` is, or that all elements of the tensor ``node`` are; None if not known."""
+def number_in(node: Any, changes: dict[Node, bool] | None = None) -> float | None:
+    """The one number that ``node`` is, or that all elements of the tensor ``node`` are; None if not known.
+
+    changes: what ``may_change`` remembers, here and below.
+    """
     if isinstance(node, (int, float)) and not isinstance(node, bool):
         return float(node)
     while isinstance(node, Node) and (node.target in _SAME_VALUES or is_cast(node)):
         node = node.args[0] if node.args else None
-    if not isinstance(node, Node) or node.target not in _FILLED or may_change(node):
+    if not isinstance(node, Node) or node.target not in _FILLED or may_change(node, changes):
         return None
     known = _FILLED[node.target]
     if known is not None:
@@ -134,7 +137,7 @@ def _inputs(tensor: Node) -> list[Any]:
     return [*tensor.args, *tensor.kwargs.values()]
 
 
-def _behind(tensor: Node) -> Iterator[Node]:
+def _behind(tensor: Node, changes: dict[Node, bool]) -> Iterator[Node]:
     """``tensor`` and what it is made from, but for what hides nothing whatever it is made from."""
     waiting, seen = [tensor], {tensor}
     while waiting:
@@ -142,16 +145,17 @@ def _behind(tensor: Node) -> Iterator[Node]:
         if node.target in _ENDS:
             continue
         yield node
-        made_of = [*node.all_input_nodes, *(writers_of(node) if node.op != "placeholder" else ())]
+        is_written_to = node.op != "placeholder" and may_change(node, changes)
+        made_of = [*node.all_input_nodes, *(writers_of(node) if is_written_to else ())]
         new = [each for each in made_of if each not in seen]
         seen.update(new)
         waiting.extend(new)
 
 
-def numbers_behind(tensor: Node) -> Iterator[float]:
+def numbers_behind(tensor: Node, changes: dict[Node, bool]) -> Iterator[float]:
     """The numbers that ``tensor`` is made from and that, added to scores, could hide them. Whole ones that are positive
     are sizes and positions."""
-    for node in _behind(tensor):
+    for node in _behind(tensor, changes):
         for each in _inputs(node) if node.op != "placeholder" else ():
             if isinstance(each, float) and abs(each) >= -HIDDEN:
                 yield each
@@ -159,26 +163,26 @@ def numbers_behind(tensor: Node) -> Iterator[float]:
                 yield float(each)
 
 
-def may_hide(tensor: Node) -> bool:
+def may_hide(tensor: Node, changes: dict[Node, bool]) -> bool:
     """Can ``tensor``, added to scores, hide any? Not if it is made of parameters, products and small numbers alone."""
-    for node in _behind(tensor):
+    for node in _behind(tensor, changes):
         value = value_of(node)
         is_given = node.op == "placeholder" and isinstance(value, Tensor)
         if is_given and value.is_floating_point() and not value.requires_grad:
             return True
-    return any(True for _ in numbers_behind(tensor))
+    return any(True for _ in numbers_behind(tensor, changes))
 
 
-def is_zero_or_hidden(tensor: Any) -> bool:
+def is_zero_or_hidden(tensor: Any, changes: dict[Node, bool]) -> bool:
     """Is every element of ``tensor`` zero or a number that hides, by the way it was made?"""
-    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES and not may_change(tensor):
+    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES and not may_change(tensor, changes):
         tensor = tensor.args[0]
-    if not isinstance(tensor, Node) or may_change(tensor):
+    if not isinstance(tensor, Node) or may_change(tensor, changes):
         return False
     if tensor.target is torch.where and len(tensor.args) == 3:
-        choices = [number_in(each) for each in tensor.args[1:]]
+        choices = [number_in(each, changes) for each in tensor.args[1:]]
     elif tensor.target in _FILLS and len(tensor.args) == 3:
-        choices = [number_in(tensor.args[0]), number_in(tensor.args[2])]
+        choices = [number_in(tensor.args[0], changes), number_in(tensor.args[2], changes)]
     else:
         return False
     return all(choice is not None and (choice == 0 or choice <= HIDDEN) for choice in choices)

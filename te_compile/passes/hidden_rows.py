@@ -39,9 +39,9 @@ _FORGETS_A_SCORE = 32.0  # swallows any score up to 8 at least: -1e9 in float32,
 _MOSTLY_FORGETS = 4.0  # between the two, for masks that nobody knows when compiling
 
 
-def hides(step: Step) -> bool:
-    """Can ``step`` hide keys?"""
-    return isinstance(step, Fill) or (isinstance(step, Addend) and may_hide(step.tensor))
+def hides(step: Step, changes: dict[Node, bool]) -> bool:
+    """Can ``step`` hide keys? changes: what ``may_change`` remembers, here and below."""
+    return isinstance(step, Fill) or (isinstance(step, Addend) and may_hide(step.tensor, changes))
 
 
 def _factors(steps: list[Step]) -> list[Any]:
@@ -96,12 +96,12 @@ def number_to_fill_with(fill: Fill, steps: list[Step], dtype: torch.dtype) -> fl
     return number
 
 
-def forgets_its_scores(steps: list[Step], softmax: Node) -> float:
+def forgets_its_scores(steps: list[Step], softmax: Node, changes: dict[Node, bool]) -> float:
     """A row in which nothing that hides is above this forgets its scores, in the arithmetic of the model.
 
     Raises where the model has a number that keeps scores in coarse steps. steps: those in front of ``softmax``.
     """
-    masks = [step for step in steps if isinstance(step, Addend) and hides(step)]
+    masks = [step for step in steps if isinstance(step, Addend) and hides(step, changes)]
     if not masks:
         return HIDES_A_ROW
     dtypes = {step.dtype for step in masks}
@@ -109,7 +109,7 @@ def forgets_its_scores(steps: list[Step], softmax: Node) -> float:
         raise NotAttentionError("its masks are added in several dtypes; add them in one for a fused kernel")
     eps = max(torch.finfo(d).eps for d in (*dtypes, *(value_of(n).dtype for n in (softmax, softmax.args[0]))))
     for mask in masks:
-        _check_numbers(mask, steps, eps)
+        _check_numbers(mask, steps, eps, changes)
     limit = min(HIDES_A_ROW, -_MOSTLY_FORGETS / eps)
     for fill in steps:
         if isinstance(fill, Fill) and _counts_as(fill, steps) > limit:
@@ -118,12 +118,12 @@ def forgets_its_scores(steps: list[Step], softmax: Node) -> float:
     return limit
 
 
-def _check_numbers(mask: Addend, steps: list[Step], eps: float) -> None:
+def _check_numbers(mask: Addend, steps: list[Step], eps: float, changes: dict[Node, bool]) -> None:
     """Raise if ``mask`` is made of a number that keeps scores in coarse steps where it hides a whole row."""
     factor = 1.0
     for by in _factors(_after(mask, steps)):
         factor *= 1.0 if isinstance(by, Node) else by
-    for number in numbers_behind(mask.tensor):
+    for number in numbers_behind(mask.tensor, changes):
         if _KEEPS_A_SCORE < abs(number * factor) * eps < _FORGETS_A_SCORE:
             why = f"its mask adds {-abs(number):g}, which rounds the scores of queries that it hides from every key"
             raise NotAttentionError(f"{why}; use torch.finfo(dtype).min for a fused kernel")

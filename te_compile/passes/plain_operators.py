@@ -6,6 +6,8 @@ would be taken for one whose meaning nobody knows, and keep the fast attention k
 
 A program of ``torch.export`` calls ATen's operators, and so do some models. Those that other passes look for become the
 functions of the same name, without which a whole model would stay in high precision and no report would tell.
+
+The operand of ``torch.mean(input=x, dim=-1)`` is given by its place, where all passes look for it.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
             continue
         source = mask.args[0] if mask.args else None
         if (mask.target in PRODUCTS or mask.target in QUOTIENTS) and len(mask.args) == 2 and not mask.kwargs:
-            by = number_in(mask.args[1])
+            by = number_in(mask.args[1], proof.changes)
             is_kept = by is not None and 0 < by < math.inf and is_tensor(source)
             if not is_kept or not same_sizes(value_of(source).shape, value_of(mask).shape):
                 raise _UnknownError
@@ -428,7 +428,7 @@ def _allowed(proof: Proof, mask: Node) -> Both:
     if value_of(mask).dtype == torch.bool:
         return _both_of(proof.of(mask))
     if called(mask) == "triu":
-        hidden = number_in(argument(mask, 0, "input"))
+        hidden = number_in(argument(mask, 0, "input"), proof.changes)
         if hidden is None or factor * hidden > swallows:
             raise _UnknownError
         return _lower(mask)
@@ -438,7 +438,7 @@ def _allowed(proof: Proof, mask: Node) -> Both:
         no, condition, yes = mask.args
     else:
         raise _UnknownError
-    shown, hidden = number_in(yes), number_in(no)
+    shown, hidden = number_in(yes, proof.changes), number_in(no, proof.changes)
     inverted = shown is not None and shown <= HIDDEN
     if inverted:
         shown, hidden = hidden, shown

@@ -187,7 +187,7 @@ class _Rewriter:
             node = operand.node
             if not self._readable(node) or node.op not in ("call_function", "call_method"):
                 return operand, factor
-            number = number_in(node.args[1]) if len(node.args) == 2 and len(node.users) == 1 else None
+            number = number_in(node.args[1], self.changes) if len(node.args) == 2 and len(node.users) == 1 else None
             is_scaled = number and is_tensor(node.args[0]) and not node.kwargs
             if is_scaled and node.target in (operator.mul, torch.mul, "mul") and self._same_shape(node):
                 factor *= number or 1.0
@@ -260,13 +260,13 @@ class _Rewriter:
             raise NotAttentionError(
                 "what is added to its scores is no floating-point tensor; cast it for a fused kernel"
             )
-        if self.dtype == torch.float16 and may_hide(bias):
+        if self.dtype == torch.float16 and may_hide(bias, self.changes):
             why = "adding a mask in float16 does not swallow the scores that it hides"
             raise NotAttentionError(f"{why}; use bfloat16 for a fused kernel")
         if dtype == self.dtype:
             return bias
         if dtype.itemsize > self.dtype.itemsize:
-            if not is_zero_or_hidden(bias):
+            if not is_zero_or_hidden(bias, self.changes):
                 why = f"a bias in {dtype} would be rounded to {self.dtype}"
                 raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
             bias = self.write.method("clamp", bias, min=torch.finfo(self.dtype).min)
@@ -310,7 +310,7 @@ class _Rewriter:
                     query = self._scaled(query, step)
                 else:
                     scale = scale / step.by if step.divides else scale * step.by
-            is_same, is_hiding = hiding is bias, isinstance(step, Factor) or hides(step)
+            is_same, is_hiding = hiding is bias, isinstance(step, Factor) or hides(step, self.changes)
             bias = self._stepped(bias, step)
             if is_same and is_hiding:
                 hiding = bias
@@ -341,7 +341,7 @@ class _Rewriter:
     def _guarded(self, query: Node, bias: Node, hiding: Node) -> tuple[Node, Node]:
         """Both for rows that ``hiding``, which is part of ``bias``, hides entirely: the mask is shifted up to zero, and
         where the model forgets the scores, so does the query."""
-        limit = forgets_its_scores(self.found.scores.steps, self.found.softmax)
+        limit = forgets_its_scores(self.found.scores.steps, self.found.softmax, self.changes)
         peak = self.write.method("detach", self.write.method("amax", hiding, -1, True))  # softmax does not see it
         rows = self.write.call(operator.le, peak, HIDES_A_ROW)
         shifted = self.write.call(operator.sub, bias, peak)
