@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from te_compile import accumulated_gradients, fallbacks
 from te_compile.passes import manager
 from tests.compiling import compiled, gradients, te_nodes
+from tests.in_backward import doing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WIDTH, INNER = 32, 48
@@ -555,24 +556,16 @@ def test_nothing_of_a_pass_is_kept_alive(added: list[Tensor], no_cycles: None) -
     assert current is not None and current() is None
 
 
-class Fails(torch.autograd.Function):
-    """A backward that finds no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise MemoryError
-
-
 def test_a_pass_that_fails_keeps_nothing_alive(added: list[Tensor]) -> None:
     """Whoever takes a smaller batch then needs the memory of what the forward pass has saved."""
+
+    def fail() -> None:
+        raise MemoryError
+
     run_first, run_second = compiled(Mlp()), compiled(Mlp())
     y = run_first(batch())
     graph = weakref.ref(y.grad_fn)
-    loss = run_second(Fails.apply(y)).square().mean()
+    loss = run_second(doing(fail, y)).square().mean()
     with pytest.raises(MemoryError):
         loss.backward()
     del y, loss

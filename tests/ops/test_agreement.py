@@ -18,6 +18,7 @@ from te_compile.ops.scaling import UPDATE_SCALES
 from te_compile.recipe import DelayedScaling, remember
 from te_compile.state_files import state_dict
 from tests.compiling import compiled
+from tests.in_backward import in_backward
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_dynamo")
 KEY = remember(DelayedScaling(amax_history_len=4))
@@ -50,26 +51,6 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(scaling, "update_alone", noting)
     return noted
-
-
-def in_backward(*works: Callable[[], None]) -> None:
-    """Do ``works`` one after the other in one backward pass."""
-    waiting = iter(works)
-
-    class Work(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            next(waiting)()
-            return gradient
-
-    x = torch.ones((), requires_grad=True)
-    for _ in works:
-        x = Work.apply(x)
-    x.backward()
 
 
 def fresh(count: int) -> list[Tensor]:

@@ -10,24 +10,14 @@ import torch
 from torch import Tensor
 
 from te_compile.ops.last_holder import is_last_holder
+from tests.in_backward import in_backward
 
 
 def asked_in_backward(tensor: Tensor, hold: Callable[[Tensor], Any] = lambda tensor: None, **how: Any) -> bool:
     """What is answered in a backward pass about ``tensor``, while what ``hold`` makes of it is there."""
     answers: list[bool] = []
-
-    class Asking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            answers.append(is_last_holder(tensor))
-            return gradient
-
     held = hold(tensor)
-    Asking.apply(torch.ones((), requires_grad=True)).backward(**how)
+    in_backward(lambda: answers.append(is_last_holder(tensor)), **how)
     del held
     return answers[0]
 
