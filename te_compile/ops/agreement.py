@@ -12,6 +12,7 @@ all ranks, and what they were for is done when the pass ends: the exchange has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,7 +118,10 @@ def settle_before_reading() -> None:
 @torch.no_grad()
 def _settle(waiting: _Waiting) -> None:
     """Do the updates of a backward pass, in their order and as few at a time as that allows."""
-    arriving = [waiting.pop(0) for _ in range(len(waiting))]
+    arriving: list[_Agreed] = []
+    with suppress(IndexError):  # one by one, for a pass on several devices has several threads, which may all do this
+        while True:
+            arriving.append(waiting.pop(0))
     for each in arriving:
         each.arrive()
     for batch in _batches(arriving):

@@ -108,6 +108,20 @@ def test_updates_on_other_devices_are_done_apart() -> None:
     assert sorted(itertools.chain(*noted)) == sorted(devices) and all(len(set(each)) == 1 for each in noted)
 
 
+def test_whoever_comes_second_finds_nothing_left_to_do() -> None:
+    """Two threads of one pass may be about to read."""
+    waiting = agreement._Waiting()
+    noted: list[int] = []
+
+    def update(states: list[Tensor], *_: Any) -> None:
+        noted.append(len(states))
+
+    second = SimpleNamespace(wait=lambda: agreement._settle(waiting))
+    waiting += [agreement._Agreed(second, torch.ones(1), [torch.zeros(1, 6)], update, ()) for _ in range(3)]
+    agreement._settle(waiting)
+    assert noted == [3] and not waiting
+
+
 def test_a_forward_pass_within_a_backward_pass_finds_states_updated(reductions: list[bool], updates: list[int]) -> None:
     states, seen = fresh(2), []
 
