@@ -309,7 +309,7 @@ def _owned_rows(x: Node, ends: Node, before: Node) -> Node:
     return next(known, None) or before.graph.call_function(OWNED_ROWS, (x, ends))
 
 
-def _overflowing(x: Node, site: Site) -> Node:
+def _as_autocast_reads(x: Node, site: Site) -> Node:
     """``x`` in float16 where autocast would cast it there, for what float16 cannot hold has to become an infinity.
 
     A loss scaler skips the step then, and no amax enters a history. The quantize would clip such a number instead, and
@@ -346,7 +346,7 @@ def _lower_site(
     target, beside = (LINEAR, bias) if site.ends is None else (GROUPED_LINEAR, site.ends)
     last = () if weight.scale is None else (region.bring_in(weight.scale),)
     with region.graph.inserting_before(node):
-        x = None if x is None else _overflowing(x, site)
+        x = None if x is None else _as_autocast_reads(x, site)
         if site.ends is not None and x is not None:
             x = _owned_rows(x, site.ends, node)
         out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config, *last))
