@@ -374,7 +374,7 @@ def cross_entropy_backward(
     gradients: Tensor,
     ignore_index: int,
     addend: Tensor | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``te::cross_entropy_backward`` by kernels/cross_entropy.py."""
     operands = (logits, targets, logsumexp, gradients, ignore_index, addend)
@@ -407,7 +407,7 @@ def cross_entropy_backward_with_sums(
     ignore_index: int,
     addend: Tensor | None,
     sums_dtype: torch.dtype,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``te::cross_entropy_backward_with_sums`` by kernels/cross_entropy.py."""
     operands = (logits, targets, logsumexp, gradients, ignore_index, addend, sums_dtype)
