@@ -135,6 +135,30 @@ MODELS = {
         train=(4, 2048),
         prefill=(1, 2048),
     ),
+    # Gemma-3-4B's shape, 6 of its 34 layers: five in a window of 1024, one that sees everything
+    "gemma3_4b": Model(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 6,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+            "max_position_embeddings": 8192,
+        },
+        train=(1, 8192),
+        prefill=(1, 8192),
+    ),
+    # ModernBERT-large's shape, 6 of its 28 layers: one in three sees everything, the others 64 either way
+    "modernbert_large": Model(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {
+            "hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 6, "num_attention_heads": 16,
+            "vocab_size": 50368, "local_attention": 128, "cls_token_id": 1, "sep_token_id": 2,
+        },
+        train=(8, 2048),
+        prefill=(8, 2048),
+        decodes=False,
+    ),
     # Mixtral 8x7B's shape, 2 of its 32 layers: 8 experts, 2 for each token
     "mixtral": Model(
         "MixtralForCausalLM",
@@ -166,7 +190,7 @@ TINY = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "n_embd": 128, "n_layer": 2, "n_head": 4, "image_size": 64,
     "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "sliding_window": 16, "local_attention": 16,
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from te_compile.passes.select import select_linears
 from te_compile.passes.share_one_head import share_one_head
 from te_compile.passes.spell_out import spell_out_linears
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
+from te_compile.passes.window_attentions import window_attentions
 from te_compile.runtime import Runner, example_inputs_of
 
 
@@ -93,6 +94,7 @@ def rewrite(
     compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
+    compilation.run("window_attentions", partial(window_attentions, regions, plan), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)

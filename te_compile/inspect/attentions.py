@@ -13,6 +13,7 @@ _MASKS = {
     "is_causal": "causal by its own flag",
     "folded_causal": "mask folded away: causal",
     "folded_all": "mask folded away: all true",
+    "folded_window": "mask folded away: a window",
     "folded_rows": "mask moved behind attention: it hides whole rows",
     "kept": "mask kept",
 }
@@ -20,6 +21,7 @@ _PRECISIONS = {"kept": "kept in high precision"}
 _KERNELS = {
     "cudnn": "on cuDNN, ahead of PyTorch's order",
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
+    "window": "on flash, which skips what is outside of the window",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
 _HEADS = {
@@ -39,14 +41,16 @@ class AttentionRow:
         call already) or "stays" (it runs as the model wrote it).
     reason: why it stays.
     mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
-        "folded_rows", one that hides whole rows, of the result now; "kept". Empty for what stays.
+        "folded_window", keys around each query's own place; "folded_rows", one that hides whole rows, of the result
+        now; "kept". Empty for what stays.
     mask_reason: why the mask is kept.
     heads: what became of keys and values that the model copies for several heads of queries, "undone" or "copied", or
         of a single head of them that it broadcasts, "shared" or "broadcast"; empty where it does neither.
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash" or "te" where that was chosen instead of what PyTorch would run; empty where it chooses.
+    kernel: "cudnn", "flash", "window" or "te" where that was chosen instead of what PyTorch would run; empty where it
+        chooses.
     """
 
     name: str

@@ -28,6 +28,7 @@ from te_compile.ops import (
     scaling,
     triton_implementations,
     weights,
+    window_attention,
 )
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "scaling",
     "triton_implementations",
     "weights",
+    "window_attention",
 ]

@@ -81,7 +81,7 @@ def _takes_flash_first() -> bool:
     return order_of_kernels() == _UNTOUCHED_ORDER and cudnn_version() >= _OLDEST
 
 
-def _takes_its_own_order() -> bool:
+def takes_its_own_order() -> bool:
     """Has the user left PyTorch's choice among its kernels as it is?"""
     backends = torch.backends.cuda
     every = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled)
@@ -104,7 +104,7 @@ def cudnn_version() -> tuple[int, ...]:
     return tuple(cudnn.getRuntimeVersion()) if cudnn is not None else ()
 
 
-def _chooses_itself(graph: Graph) -> bool:
+def chooses_itself(graph: Graph) -> bool:
     """Does the model say somewhere which kernels attention may run on?"""
     return any(node.target is torch.nn.attention._sdpa_kernel for node in graph.nodes)
 
@@ -122,8 +122,8 @@ def can_run(kernel: str, node: Node) -> bool:
     return torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % _FLASH_WIDTHS == 0
 
 
-def _is_plain(node: Node) -> bool:
-    """Are all arguments such that a direct call of a kernel means the same?"""
+def is_plain(node: Node, masked: bool = False) -> bool:
+    """Are all arguments such that a direct call of a kernel means the same? masked: but for a mask that is there."""
     operands = [value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(each, Tensor) and each.dim() == 4 for each in operands):
         return False
@@ -132,7 +132,7 @@ def _is_plain(node: Node) -> bool:
     dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
     return (
         isinstance(dropout, (int, float))
-        and argument(node, 3, "attn_mask") is None
+        and (argument(node, 3, "attn_mask") is not None) == masked
         and isinstance(argument(node, 5, "is_causal", False), bool)
         and (scale is None or isinstance(scale, (int, float)))
     )
@@ -185,7 +185,7 @@ def choose_attention_kernels(
 
     The plan's linears must have been selected.
     """
-    if any(_chooses_itself(region.graph) for region in regions):
+    if any(chooses_itself(region.graph) for region in regions):
         return 0
     graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     changeable = [index for index, attention in enumerate(plan.attentions) if _may_change(attention, graphs)]
@@ -207,12 +207,12 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     node: Any = attention.node
     if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs:
         return False
-    return node not in graphs[id(node.graph)] and _is_plain(node) and is_faster_on(value_of(node).device)
+    return node not in graphs[id(node.graph)] and is_plain(node) and is_faster_on(value_of(node).device)
 
 
 def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:
     """The kernel to call instead of the one that PyTorch would; "" for none."""
-    if speed_counts and _is_rounded(node) and _takes_its_own_order() and draws_bits(node, options):
+    if speed_counts and _is_rounded(node) and takes_its_own_order() and draws_bits(node, options):
         return "te"
     if speed_counts and _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"

@@ -8,8 +8,10 @@ The proof is by evaluation. A mask that depends on no input of the graph is a co
 its leaves are ranges and filled tensors of sizes known at compile time. So it is computed, here and once, on the CPU,
 and compared element by element with what would replace it. Where sizes are symbolic, it is a formula in positions that
 is compared (``prove_masks``). A mask that depends on data (padding, packed sequences given from outside) is left as it
-is, and so is every other constant, such as a sliding window. What became of a mask is written on its attention,
-``meta[FOLDED]`` or ``meta[MASK_STAYS]``, for the report.
+is, and so is every other constant. What became of a mask is written on its attention, ``meta[FOLDED]`` or
+``meta[MASK_STAYS]``, for the report. A mask that is proved to be a window around each query's own place, as sliding
+windows are, stays as well, and ``meta[WINDOW]`` says which: some kernels take it in place of the mask
+(window_attentions.py).
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from torch.fx.node import map_arg
 from torch.nn import Parameter
 
 from te_compile.passes.attention_calls import attention_calls
-from te_compile.passes.attention_scores import HIDDEN, HIDES_A_ROW, most_that_swallows
+from te_compile.passes.attention_scores import HIDDEN, HIDES_A_ROW, most_that_swallows, same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.names import input_name
-from te_compile.passes.prove_masks import proven_meaning
+from te_compile.passes.prove_masks import Window, proven_meaning, proven_window
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.weight_expressions import is_held_by_the_model, origin
@@ -44,6 +46,10 @@ GUARDS = "te_guards_rows"
 
 MASK_STAYS = "te_mask_stays"
 """Meta key of an attention: why its mask was left."""
+
+WINDOW = "te_window"
+"""Meta key of an attention whose mask is proved to show each query the keys around its own place, and to hide all
+others: (how many before it, how many behind it)."""
 
 KNOWN_VALUE = "te_known_value"
 """Meta key of a placeholder: the constant that it gets in every call, on the CPU (constants_across_cuts.py)."""
@@ -77,10 +83,12 @@ class NotConstantError(Exception):
 
 @dataclass
 class Constants:
-    """What has been found out about a graph so far, for all its masks: the values of constant nodes, of each node that
-    was asked about whether anything writes to it, and of inputs why nothing is known of them."""
+    """What has been found out about a graph so far, for all its masks: the values of constant nodes, which windows
+    masks are, of each node that was asked about whether anything writes to it, and of inputs why nothing is known of
+    them."""
 
     values: dict[Node, Any] = field(default_factory=dict)
+    windows: dict[Node, Window | None] = field(default_factory=dict)
     changes: dict[Node, bool] = field(default_factory=dict)
     unknown: dict[Node, str] = field(default_factory=dict)
 
@@ -184,10 +192,7 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
     allowed = _allowed(mask)
     if allowed is None:
         return None
-    # Copies along expanded dimensions are one slice.
-    for dimension, stride in enumerate(allowed.stride()):
-        if stride == 0 and allowed.shape[dimension] > 1:
-            allowed = allowed.narrow(dimension, 0, 1)
+    allowed = _each_once(allowed)
     if bool(allowed.all()):
         return "all"
     if allowed.shape[-2:] == (queries, keys) and allowed.shape[-2] > 1:
@@ -196,6 +201,31 @@ def meaning(mask: Tensor, queries: int, keys: int) -> str | None:
         if bool((allowed == causal).all()):
             return "causal"
     return None
+
+
+def _each_once(allowed: Tensor) -> Tensor:
+    """One slice of the copies along expanded dimensions."""
+    for dimension, stride in enumerate(allowed.stride()):
+        if stride == 0 and allowed.shape[dimension] > 1:
+            allowed = allowed.narrow(dimension, 0, 1)
+    return allowed
+
+
+def window(mask: Tensor) -> Window | None:
+    """Which window ``mask`` [..., S, S] is; None for anything else."""
+    allowed = _allowed(mask)
+    if allowed is None:
+        return None
+    allowed = _each_once(allowed)
+    length = allowed.shape[-1]
+    if allowed.shape[-2] != length:
+        return None
+    first, last = (allowed.reshape(-1, length, length)[0, row] for row in (0, -1))
+    left, right = int(last.sum()) - 1, int(first.sum()) - 1
+    if left < 0 or right < 0:
+        return None
+    shown = torch.ones(length, length, dtype=torch.bool, device=allowed.device).tril(right).triu(-left)
+    return (left, right) if bool((allowed == shown).all()) else None
 
 
 def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
@@ -218,6 +248,22 @@ def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: C
     except NotConstantError:
         return proven_meaning(mask, (query.shape[-2], key.shape[-2]), through, known.changes)
     return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
+
+
+def _window_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> Window | None:
+    """Which window ``mask``, neither causal nor empty, is proved to be. Layers share masks: each is looked at once."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if not same_sizes((queries, keys), (keys, queries)) or not same_sizes(value_of(mask).shape[-2:], (queries, keys)):
+        return None
+    if mask not in known.windows:
+        through = _seen_through(region)
+        try:
+            value = evaluated(mask, known, through)
+        except NotConstantError:
+            known.windows[mask] = proven_window(mask, through, known.changes)
+        else:
+            known.windows[mask] = window(value) if isinstance(value, Tensor) else None
+    return known.windows[mask]
 
 
 def _input_behind(mask: Node, region: Region, only_numbers: bool = False) -> Node | None:
@@ -284,7 +330,7 @@ _PICKED = "nothing to do: that is unknown when compiling"
 _UNPROVEN = "the graph proves neither that it is causal nor that it is all true; pass is_causal=True where it is causal"
 
 
-def _without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
+def without_guard(mask: Any, query: Any) -> tuple[Any, Any]:
     """(mask, query) without the care that ``recognise_attention`` takes of rows that the mask may hide entirely."""
     is_guarded = isinstance(mask, Node) and isinstance(query, Node) and GUARDS in mask.meta and GUARDS in query.meta
     return (mask.args[2], query.args[0]) if is_guarded else (mask, query)
@@ -294,7 +340,7 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
     """Replace the mask of one attention node by what it means; False if it stays."""
     mask, guarded = argument(node, 3, "attn_mask"), argument(node, 0, "query")
     query, key = value_of(guarded), value_of(argument(node, 1, "key"))
-    mask, unguarded = _without_guard(mask, guarded)
+    mask, unguarded = without_guard(mask, guarded)
     if not isinstance(mask, Node) or argument(node, 5, "is_causal", False) is not False:
         return False
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
@@ -306,6 +352,9 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
         return False
     if means is None:
         node.meta[MASK_STAYS] = _why_it_stays(mask, region, known)
+        shown = _window_of(mask, query, key, region, known)
+        if shown is not None:
+            node.meta[WINDOW] = shown
         return False
     node.meta[FOLDED] = means
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -87,6 +87,8 @@ class Both:
 
 
 Formula = Sum | Both
+Window = tuple[int, int]
+"""How many keys a query sees before its own place, and how many behind it."""
 
 
 def _expression(size: Any) -> int | sympy.Expr:
@@ -234,15 +236,31 @@ def _arithmetic(sign: int) -> Callable[[Proof, Node], Formula]:
     return rule
 
 
+_MAGNITUDES = {operator.abs, torch.abs, "abs"}
+
+
+def _largest_of(proof: Proof, operand: Any, node: Node) -> list[Sum]:
+    r"""Sums of which ``operand`` is the largest: itself, or of \|x\| both x and -x."""
+    if isinstance(operand, Node) and operand.target in _MAGNITUDES and value_of(operand).dtype in _WHOLE:
+        if may_change(operand, proof.changes):
+            raise _UnknownError
+        inside = _sum_of(proof.as_part_of(argument(operand, 0, "input"), node))
+        return [inside, inside.times(-1)]
+    return [_sum_of(proof.as_part_of(operand, node))]
+
+
 def _comparison(offset: int, swapped: bool) -> Callable[[Proof, Node], Formula]:
     """``left - right + offset ≥ 0``, the other way round if ``swapped``."""
 
     def rule(proof: Proof, node: Node) -> Formula:
-        left, right = (_sum_of(proof.as_part_of(each, node)) for each in (node.args[0], argument(node, 1, "other")))
+        left, right = node.args[0], argument(node, 1, "other")
         if swapped:
             left, right = right, left
-        difference = left + right.times(-1) + Sum((0,) * len(left.weights), offset)
-        return _at_least_zero(difference, value_of(node).shape)
+        larger = _sum_of(proof.as_part_of(left, node)) + Sum((0,) * value_of(node).dim(), offset)
+        result = Both(value_of(node).dim())
+        for smaller in _largest_of(proof, right, node):
+            result = _and(result, _at_least_zero(larger + smaller.times(-1), value_of(node).shape))
+        return result
 
     return rule
 
@@ -472,3 +490,24 @@ def proven_meaning(
     is_whole = lengths is None or same_sizes(value_of(mask).shape[-2:], lengths)
     causal = Sum((0,) * (allowed.dimensions - 2) + (1, -1))
     return "causal" if is_whole and allowed.sums == {causal} else None
+
+
+def proven_window(
+    mask: Node,
+    through: Callable[[Node], Node] = lambda node: node,
+    changes: dict[Node, bool] | None = None,
+) -> Window | None:
+    """The window that ``mask`` [..., S, S] is at any size, of which two comparisons are left: k ≤ q + right and
+    k ≥ q - left. None if it is anything else, or unproven. See :func:`proven_meaning` for the rest."""
+    try:
+        allowed = _allowed(Proof(through, changes), mask)
+    except _UnknownError:
+        return None
+    leading = (0,) * (allowed.dimensions - 2)
+    ends = {each.weights: each.constant for each in allowed.sums}
+    right, left = ends.get((*leading, 1, -1)), ends.get((*leading, -1, 1))
+    if allowed.never or len(allowed.sums) != 2 or left is None or right is None:
+        return None
+    if not all(isinstance(each, int | sympy.Integer) and each >= 0 for each in (left, right)):
+        return None
+    return int(left), int(right)

@@ -76,8 +76,11 @@ def _attention_time(attention: Attention, training: bool) -> float:
         return 0.0
     *leading, queries, width = map(size_hint, q.shape)
     heads = math.prod(leading)
-    causal = attention.mask in ("is_causal", "folded_causal")
-    return speed.attention_microseconds(heads, queries, size_hint(k.shape[-2]), width, causal=causal, training=training)
+    keys, causal = size_hint(k.shape[-2]), attention.mask in ("is_causal", "folded_causal")
+    if attention.kernel == "window":
+        _, _, _, left, right, _ = attention.node.args
+        keys = min(keys, int(left) + 1 + int(right))  # type: ignore[arg-type]  # numbers, by the operator's schema
+    return speed.attention_microseconds(heads, queries, keys, width, causal=causal, training=training)
 
 
 def high_precision_step(plan: Plan, training: bool) -> Step:

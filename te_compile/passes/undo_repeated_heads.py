@@ -100,6 +100,17 @@ def _may_be_read(source: Node, attention: Node, changes: dict[Node, bool]) -> bo
     return undisturbed(source, attention, (), (source,)) and not changes_after(source, attention, changes)
 
 
+def heads_before_copies(attention: Node, key: Any, value: Any, changes: dict[Node, bool]) -> tuple[Node, Node] | None:
+    """Keys and values [B, G, S, D] of which ``key`` and ``value`` are copies for every head of queries, if they can be
+    read in their place; for kernels that share heads. changes: what ``may_change`` remembers."""
+    sources = [_unrepeated(node) for node in (key, value)]
+    if not all(source is not None and _may_be_read(source, attention, changes) for source in sources):
+        return None
+    heads = {value_of(source).shape[1] for source in sources}
+    alike = len(heads) == 1 and value_of(key).shape[1] == value_of(value).shape[1]
+    return (sources[0], sources[1]) if alike else None  # type: ignore[return-value]  # neither is None
+
+
 def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], changes: dict[Node, bool]) -> str:
     """Why ``attention`` cannot read ``sources`` for their copies ``repeated``; "" if it can. changes: what
     ``may_change`` remembers."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_compile.passes import manager
 from te_compile.passes.fold_masks import meaning
+from te_compile.passes.fold_masks import window as window_of
 from tests.compiling import BACKEND
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -347,3 +348,18 @@ def test_meaning_of_masks() -> None:
     assert meaning(unequal.tril()[:1], 1, 6) is None
     different = torch.stack([whole.tril(), whole.tril().fill_diagonal_(False)])
     assert meaning(different, 4, 4) is None
+
+
+def test_which_masks_are_windows() -> None:
+    whole = torch.ones(6, 6, dtype=torch.bool)
+    assert window_of(whole.tril().triu(-2)) == (2, 0)
+    assert window_of(whole.tril(1).triu(-3).expand(2, 1, 6, 6)) == (3, 1)
+    assert window_of(torch.zeros(6, 6).masked_fill(~whole.tril(1).triu(-3), float("-inf"))) == (3, 1)
+    assert window_of(whole.triu()) == (0, 5)
+    for other in (whole.tril(-1), whole.tril(1).triu(1), whole.tril().triu(-2)[:, :5], whole.tril().triu(-2).flip(1)):
+        assert window_of(other) is None
+    one_less = whole.tril().triu(-2)
+    one_less[3, 2] = False
+    assert window_of(one_less) is None
+    assert window_of(torch.stack([whole.tril().triu(-2), whole.tril().triu(-1)])) is None
+    assert window_of(torch.randn(6, 6)) is None

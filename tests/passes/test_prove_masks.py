@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from te_compile.passes.plain_operators import plain_operators
-from te_compile.passes.prove_masks import proven_meaning
+from te_compile.passes.prove_masks import Window, proven_meaning, proven_window
 from tests.capturing import captured
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -252,8 +253,50 @@ def twice_true(x: Tensor) -> Tensor:
     return true + true == 2
 
 
-def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
-    """What the mask of the one attention of a graph is proved to mean; ``queries``: how many of the last there are."""
+def local(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (q - k).abs() <= 3
+
+
+def local_by_operators(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return abs(k - q) < 4
+
+
+def window_beyond_the_query(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return torch.logical_not(k > q + 2) & (q - 5 <= k) & everything(x)
+
+
+def outside_of_the_window(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (q - k).abs() >= 3
+
+
+def window_of_twice_the_distance(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (2 * q - 2 * k).abs() <= 4
+
+
+def window_around_another_place(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (q - k - 5).abs() <= 3
+
+
+def window_as_wide_as_the_length(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return (k <= q) & (k > q - x.shape[1] // 2)
+
+
+def local_that_is_written_to(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    apart = (q - k).abs()
+    apart[..., 0] = 0
+    return apart <= 3
+
+
+def attention_mask(mask: Mask, dynamic: bool, queries: int | None = None) -> Node:
+    """The mask of the one attention of a graph; ``queries``: how many of the last there are."""
 
     def run(x: Tensor) -> Tensor:
         k = x[:, None]
@@ -267,7 +310,14 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
     gm, _ = captured(run, x)
     plain_operators(gm.graph)  # as in the pipeline
     (attention,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    return proven_meaning(attention.kwargs["attn_mask"])
+    found = attention.kwargs["attn_mask"]
+    assert isinstance(found, Node)
+    return found
+
+
+def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
+    """What the mask is proved to mean."""
+    return proven_meaning(attention_mask(mask, dynamic, queries))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -306,3 +356,20 @@ def test_the_last_query_is_proved_to_see_every_key(mask: Mask, dynamic: bool) ->
 ])  # fmt: skip
 def test_what_the_last_queries_see_at_some_lengths_alone_is_not_proved(mask: Mask, queries: int) -> None:
     assert proof(mask, True, queries) is None
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(("mask", "expected"), [
+    (window, (3, 0)), (local, (3, 3)), (local_by_operators, (3, 3)), (window_beyond_the_query, (5, 2)),
+])  # fmt: skip
+def test_windows_are_proved_for_every_size(mask: Mask, expected: Window, dynamic: bool) -> None:
+    found = attention_mask(mask, dynamic)
+    assert proven_window(found) == expected and proven_meaning(found) is None
+
+
+@pytest.mark.parametrize("mask", [
+    causal, one_later, upper_triangle, by_batch, from_data, outside_of_the_window, window_of_twice_the_distance,
+    window_around_another_place, window_as_wide_as_the_length, local_that_is_written_to,
+])  # fmt: skip
+def test_what_is_no_window_at_every_size_is_proved_to_be_none(mask: Mask) -> None:
+    assert proven_window(attention_mask(mask, True)) is None

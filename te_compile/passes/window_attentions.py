@@ -1,0 +1,117 @@
+"""Attention in a window, without the mask that says so.
+
+A sliding window, or the local attention of an encoder, reaches SDPA as a boolean for each pair of query and key. Any
+mask keeps flash attention out; the kernels that take one compute every pair, and without a fast cuDNN PyTorch falls
+back to slower ones still. Where a mask is proved to be a window (fold_masks.py), ``te::window_attention`` takes its
+place, whose kernels are told how far a query sees and skip what lies beyond. On an H100 attention with its gradients
+takes, in milliseconds, bf16, heads of 128 features (64 in the last row):
+
+    rows × heads × positions     a query sees     cuDNN with the mask     mem-efficient     with the window
+    4 × 32 × 2048                512 before       3.4                     8.4               1.4
+    4 × 32 × 2048                2001 before      3.3                     8.4               2.2
+    1 × 32 × 8192                1024 before      12.3                    31.3              2.2
+    8 × 12 × 2048                64 either way    1.6                     4.2               0.6
+
+Keys and values that the model repeats for several heads of queries are read as they were before: with a window nothing
+is left that needs the copies. As with causal attention, an order of kernels that the user has set stands, and so does
+attention with a dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from te_compile.ops import registry
+from te_compile.ops.window_attention import WINDOW_ATTENTION
+from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
+from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
+from te_compile.passes.fold_masks import WINDOW, without_guard
+from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
+from te_compile.passes.undo_repeated_heads import heads_before_copies
+from te_compile.passes.writing import Writer
+
+_OPERATORS = ("window_attention_forward", "window_attention_backward")
+
+
+def is_run_by_kernels(q: Any, k: Any, v: Any) -> bool:
+    """Has the registry something better than the references? q, k, v: [B, S, H, D]."""
+    return registry.are_run_by_kernels(_OPERATORS, q.device, {"q": q, "k": k, "v": v})
+
+
+def window_attentions(
+    regions: list[Region], plan: Plan, runs: Callable[[Any, Any, Any], bool] = is_run_by_kernels
+) -> int:
+    """Give each attention that is proved to be one in a window to the operator for it; returns how many.
+
+    ``plan`` must know them (find_attentions). runs: is there a kernel?
+    """
+    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
+        return 0
+    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    changed, changes = 0, dict[Node, bool]()
+    for index, attention in enumerate(plan.attentions):
+        node = attention.node
+        if WINDOW in node.meta and id(node.graph) in graphs and node not in graphs[id(node.graph)]:
+            operands = _operands(node, changes)
+            if _may_stand_for(node, operands, changes, runs):
+                plan.attentions[index] = _replaced(attention, operands)
+                changed += 1
+    return changed
+
+
+def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
+    """Queries, keys and values, these as they were before copies were made of them."""
+    query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
+    _, query = without_guard(argument(node, 3, "attn_mask"), query)
+    return [query, *(heads_before_copies(node, key, value, changes) or (key, value))]
+
+
+def _may_stand_for(
+    node: Node, operands: list[Node], changes: dict[Node, bool], runs: Callable[[Any, Any, Any], bool]
+) -> bool:
+    """Does the operator mean the same as this call, and is there a kernel for it?"""
+    scale = argument(node, 6, "scale")
+    if (
+        not is_plain(node, masked=True)
+        or argument(node, 4, "dropout_p", 0.0) != 0
+        or (scale is not None and scale <= 0)
+    ):
+        return False  # kernels hide before they scale
+    if any(map(wrapped_kind, (*operands, node))) or (torch.is_grad_enabled() and may_change(node, changes)):
+        return False  # gradients read the result as it was
+    query, key, value = map(value_of, operands)
+    if len({each.device for each in (query, key, value, value_of(node))}) != 1:
+        return False
+    heads = query.shape[1], key.shape[1]
+    if (
+        not all(isinstance(count, int) and count for count in heads)
+        or heads[0] % heads[1]
+        or key.shape[1] != value.shape[1]
+    ):
+        return False
+    return runs(*(each.transpose(1, 2) for each in (query, key, value)))
+
+
+def _replaced(attention: Attention, operands: list[Node]) -> Attention:
+    """The attention with the operator in the place of its call."""
+    node = attention.node
+    write, scale = Writer(node), argument(node, 6, "scale")
+    given = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
+    call = write.call(WINDOW_ATTENTION, *operands, *node.meta[WINDOW], given)
+    result = write.laid_out_like(call, node)  # views of it may follow
+    for new in write.written:
+        new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
+    undone = operands[1] is not argument(node, 1, "key")
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    heads = {"heads": "undone", "heads_reason": ""} if undone else {}
+    return replace(attention, node=call, kernel="window", mask="folded_window", mask_reason="", **heads)
