@@ -66,7 +66,9 @@ def test_every_kind_in_every_dtype(
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 300), (300, 16), (7, 64), (5, 2100), (3, 9000), (2, 4104), (3, 16384)], ids=str
+    "shape",
+    [(1, 1), (1, 300), (300, 16), (7, 64), (5, 2100), (5, 4096), (3, 7000), (3, 9000), (2, 4104), (3, 16384)],
+    ids=str,
 )
 def test_rows_of_any_length(shape: tuple[int, int], device: str, launched: list[int]) -> None:
     x = torch.randn(shape, device=device).to(torch.bfloat16)
@@ -119,3 +121,13 @@ def test_other_wishes_go_to_the_two_launches(device: str, launched: list[int]) -
     long = torch.randn(1, LONGEST_ROW + 16, device=device)
     norm_quantize(long, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)
     assert not launched
+
+
+def test_long_rows_share_what_a_bias_adds_two_by_two() -> None:
+    heights = {
+        (columns, biased): norm_rows._height(*norm_rows._parts(columns), biased)
+        for columns in (1024, 2560, 4096, 5120, 8192, 16384)
+        for biased in (False, True)
+    }
+    assert [columns for (columns, biased), height in heights.items() if biased and height == 2] == [4096, 8192]
+    assert all(heights[columns, True] == heights[columns, False] for columns in (1024, 2560, 5120, 16384))
