@@ -122,13 +122,20 @@ def can_run(kernel: str, node: Node) -> bool:
     return torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % _FLASH_WIDTHS == 0
 
 
+def is_cast(node: Node) -> bool:
+    """Does an autocast that is at work here, and would be none around a direct call, cast the operands?"""
+    operands = (value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
+    return any(each.dtype != value_of(node).dtype for each in operands)
+
+
 def is_plain(node: Node, masked: bool = False) -> bool:
-    """Are all arguments such that a direct call of a kernel means the same? masked: but for a mask that is there."""
+    """Are all arguments such that a direct call of a kernel on operands of the result's dtype means the same?
+
+    masked: but for a mask that is there.
+    """
     operands = [value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(each, Tensor) and each.dim() == 4 for each in operands):
         return False
-    if any(each.dtype != value_of(node).dtype for each in operands):
-        return False  # an autocast that is at work here is none around a direct call
     dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
     return (
         isinstance(dropout, (int, float))
@@ -207,7 +214,9 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     node: Any = attention.node
     if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs:
         return False
-    return node not in graphs[id(node.graph)] and is_plain(node) and is_faster_on(value_of(node).device)
+    if node in graphs[id(node.graph)] or not is_plain(node) or is_cast(node):
+        return False
+    return is_faster_on(value_of(node).device)
 
 
 def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:

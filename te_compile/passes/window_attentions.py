@@ -98,7 +98,8 @@ def _may_stand_for(
         or key.shape[1] != value.shape[1]
     ):
         return False
-    return runs(*(each.transpose(1, 2) for each in (query, key, value)))
+    dtype = value_of(node).dtype
+    return runs(*(each.transpose(1, 2).to(dtype) for each in (query, key, value)))
 
 
 def _replaced(attention: Attention, operands: list[Node]) -> Attention:
@@ -106,7 +107,9 @@ def _replaced(attention: Attention, operands: list[Node]) -> Attention:
     node = attention.node
     write, scale = Writer(node), argument(node, 6, "scale")
     given = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
-    call = write.call(WINDOW_ATTENTION, *operands, *node.meta[WINDOW], given)
+    dtype = value_of(node).dtype  # an autocast is at work if theirs are others
+    cast = [each if value_of(each).dtype == dtype else write.method("to", each, dtype) for each in operands]
+    call = write.call(WINDOW_ATTENTION, *cast, *node.meta[WINDOW], given)
     result = write.laid_out_like(call, node)  # views of it may follow
     for new in write.written:
         new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})

@@ -143,6 +143,19 @@ def test_lengths_may_be_symbols_and_nobody_reads_a_mask() -> None:
     assert not any("cudnn" in name or "efficient" in name or "fmha_cutlass" in name for name in names)
 
 
+def test_under_autocast_no_mask_is_read_either() -> None:
+    model = Block().to("cuda")
+    x = torch.randn(2, 384, 512, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16), manager.recording() as records:
+        y = compiled(model, exclude=["*"], cost_model=False, compiler="inductor")(x)
+        wanted = model(x)
+    assert [each.kernel for record in records for each in record.plan.attentions] == ["window"]
+    assert y.dtype == wanted.dtype == torch.bfloat16 and cosine(y, wanted) > 0.999
+    dy = torch.randn_like(y)
+    pairs = zip(gradients(y, model, dy), gradients(wanted, model, dy), strict=True)
+    assert all(cosine(one, other) > 0.999 for one, other in pairs if other.norm() > 1)
+
+
 def test_cuda_graphs_replay_it() -> None:
     model = Block().to("cuda", torch.bfloat16)
     fast = compiled(model, mode="reduce-overhead", compiler="inductor")

@@ -153,6 +153,19 @@ def test_attention_that_is_spelled_out_is_taken() -> None:
     assert plan.attentions[0].status == "recognised" and call.args[3:5] == (4, 0)
 
 
+def test_under_autocast_operands_are_cast_as_autocast_does() -> None:
+    q, k, v = heads(), heads(), heads().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        count, gm, _ = passed(within(sliding), q, k, v)
+        wanted = within(sliding)(q, k, v)
+    assert count == 1 and wanted.dtype == torch.bfloat16
+    (call,) = window_calls(gm)
+    assert [value_of(each).dtype for each in call.args[:3]] == [torch.bfloat16] * 3
+    names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+    (got,) = gm(*({"L_q_": q, "L_k_": k, "L_v_": v}[name] for name in names))
+    assert got.dtype == torch.bfloat16 and relative_error(got, wanted) < 1e-2
+
+
 def test_a_length_that_is_a_symbol_is_proved() -> None:
     inputs = [heads() for _ in range(3)]
     for each in inputs:
