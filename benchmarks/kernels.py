@@ -191,6 +191,7 @@ def norm_rows() -> Iterator[Row]:
             ("norm layer", "layer", scale, True, False),
             ("norm rms", "rms", scale, True, False),
             ("norm rms with y", "rms", scale, True, True),
+            ("norm layer rowwise only", "layer", scale, False, False),
             ("norm rms rowwise only", "rms", scale, False, False),
             ("norm rms current scaling", "rms", None, True, False),
         ):

@@ -14,10 +14,10 @@ one that is half empty. RMS norms on an H200 in microseconds, 8192 rows, 16384 o
 With a bias beside its weight, a row comes with twice as many bytes of parameters, out of the L2: two rows of a program
 share them, and they are asked for before the rows are added up. Layer norms of 8192 rows on an H100, in microseconds:
 
-    columns                                    4096   8192
-    one row, parameters when they are wanted     46     91
-    two rows                                     41     81
-    and parameters early                         40     78
+    columns                                    4096   8192  16384
+    one row, parameters when they are wanted     46     91    265
+    two rows                                     41     81    194
+    and parameters early                         40     78    183
 
 Rows in two tiles have no registers left to wait with: there, early parameters made 56 µs of 5120 columns into 61.
 """
@@ -38,7 +38,7 @@ LONGEST_ROW = 16384
 _ELEMENTS = 4096  # of a program, if a row is no longer
 _PER_THREAD = 64
 _LONGEST_TILE_ALONE = 2048  # columns
-_SHARING = range(4096, 8193)  # columns of tiles of which a program takes two if there is a bias
+_SHARING = range(4096, 16385)  # columns of tiles of which a program takes two if there is a bias
 
 
 @triton.jit
