@@ -83,11 +83,12 @@ class NotConstantError(Exception):
 
 @dataclass
 class Constants:
-    """What has been found out about a graph so far, for all its masks: the values of constant nodes, which windows
-    masks are, of each node that was asked about whether anything writes to it, and of inputs why nothing is known of
-    them."""
+    """What has been found out about a graph so far, for all its masks: the values of constant nodes, what these mean
+    for so many queries and keys, which windows masks are, of each node that was asked about whether anything writes to
+    it, and of inputs why nothing is known of them. Layers share masks: each is looked at once."""
 
     values: dict[Node, Any] = field(default_factory=dict)
+    meanings: dict[tuple[Node, int, int], str | None] = field(default_factory=dict)
     windows: dict[Node, Window | None] = field(default_factory=dict)
     changes: dict[Node, bool] = field(default_factory=dict)
     unknown: dict[Node, str] = field(default_factory=dict)
@@ -242,16 +243,22 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
 
 def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> str | None:
     """What ``mask`` is proved to mean: by its value, or where sizes are symbolic, by its formula."""
-    through = _seen_through(region)
+    through, queries, keys = _seen_through(region), query.shape[-2], key.shape[-2]
     try:
         value = evaluated(mask, known, through)
     except NotConstantError:
-        return proven_meaning(mask, (query.shape[-2], key.shape[-2]), through, known.changes)
-    return meaning(value, query.shape[-2], key.shape[-2]) if isinstance(value, Tensor) else None
+        return proven_meaning(mask, (queries, keys), through, known.changes)
+    if not isinstance(value, Tensor):
+        return None
+    if not (isinstance(queries, int) and isinstance(keys, int)):
+        return meaning(value, queries, keys)
+    if (mask, queries, keys) not in known.meanings:
+        known.meanings[mask, queries, keys] = meaning(value, queries, keys)
+    return known.meanings[mask, queries, keys]
 
 
 def _window_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> Window | None:
-    """Which window ``mask``, neither causal nor empty, is proved to be. Layers share masks: each is looked at once."""
+    """Which window ``mask``, neither causal nor empty, is proved to be."""
     queries, keys = query.shape[-2], key.shape[-2]
     if not same_sizes((queries, keys), (keys, queries)) or not same_sizes(value_of(mask).shape[-2:], (queries, keys)):
         return None
@@ -322,10 +329,14 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
             what = f"it adds {smallest.item():g}, which hides a score only while no other is as far below"
             return f"{what}; use -inf or a bool mask for a fused kernel"
         return "it is a bias: it adds numbers that do more than hide; nothing to do: it has to be added"
-    what = "it is a constant, but neither causal nor all true, as a sliding window is none"
+    what = "it is a constant, but neither causal nor all true, nor a window"
     return f"{what}; use flex_attention to skip what it hides, where the model offers it"
 
 
+_IS_A_WINDOW = (
+    "it is a sliding window, which no kernel here skips the outside of; "
+    "use bfloat16 or float16 on a GPU, and no dropout, or flex_attention where the model offers it"
+)
 _PICKED = "nothing to do: that is unknown when compiling"
 _UNPROVEN = "the graph proves neither that it is causal nor that it is all true; pass is_causal=True where it is causal"
 
@@ -351,10 +362,10 @@ def _fold(region: Region, node: Node, known: Constants) -> bool:
         node.meta[MASK_STAYS] = "it is causal, but kernels hide before they scale; give a positive scale"
         return False
     if means is None:
-        node.meta[MASK_STAYS] = _why_it_stays(mask, region, known)
         shown = _window_of(mask, query, key, region, known)
         if shown is not None:
             node.meta[WINDOW] = shown
+        node.meta[MASK_STAYS] = _why_it_stays(mask, region, known) if shown is None else _IS_A_WINDOW
         return False
     node.meta[FOLDED] = means
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

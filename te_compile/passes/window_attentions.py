@@ -25,11 +25,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from te_compile.ops import registry
 from te_compile.ops.window_attention import WINDOW_ATTENTION
 from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
+from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.fold_masks import WINDOW, without_guard
 from te_compile.passes.function_transforms import transforms_around
@@ -91,15 +93,19 @@ def _may_stand_for(
     query, key, value = map(value_of, operands)
     if len({each.device for each in (query, key, value, value_of(node))}) != 1:
         return False
-    heads = query.shape[1], key.shape[1]
-    if (
-        not all(isinstance(count, int) and count for count in heads)
-        or heads[0] % heads[1]
-        or key.shape[1] != value.shape[1]
-    ):
-        return False
+    if not _fit(query, key, value) or not same_sizes(value_of(node).shape, (*query.shape[:3], value.shape[3])):
+        return False  # SDPA would broadcast them
     dtype = value_of(node).dtype
     return runs(*(each.transpose(1, 2).to(dtype) for each in (query, key, value)))
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Are there as many rows of all of them, and heads of keys and values that queries can share?"""
+    rows = [each.shape[:1] for each in (query, key, value)]
+    if not all(same_sizes(rows[0], each) for each in rows) or not same_sizes(key.shape[:2], value.shape[:2]):
+        return False
+    heads, shared = query.shape[1], key.shape[1]
+    return isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared == 0
 
 
 def _replaced(attention: Attention, operands: list[Node]) -> Attention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from te_compile.passes import manager
+from te_compile.passes import fold_masks, manager
 from te_compile.passes.fold_masks import meaning
 from te_compile.passes.fold_masks import window as window_of
+from te_compile.passes.regions import regions_of
+from tests.capturing import captured
 from tests.compiling import BACKEND
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -363,3 +366,24 @@ def test_which_masks_are_windows() -> None:
     assert window_of(one_less) is None
     assert window_of(torch.stack([whole.tril().triu(-2), whole.tril().triu(-1)])) is None
     assert window_of(torch.randn(6, 6)) is None
+
+
+def test_a_mask_of_many_layers_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        inner = getattr(fold_masks, name)
+        return lambda *given: (looked.append(name), inner(*given))[1]
+
+    def run(x: Tensor) -> Tensor:
+        first, second = causal(x), window(x)
+        for mask in (first, second, second, first, second):
+            x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
+        return x
+
+    for name in ("meaning", "window"):
+        monkeypatch.setattr(fold_masks, name, noting(name))
+    gm, _ = captured(run, torch.randn(2, LENGTH, 8))
+    regions, _ = regions_of(gm)
+    assert fold_masks.fold_masks(regions) == 2
+    assert sorted(looked) == ["meaning", "meaning", "window"]

@@ -241,6 +241,14 @@ def test_other_calls_stay(options: dict[str, float]) -> None:
     assert stays(within(sliding, **options))
 
 
+def test_rows_that_are_broadcast_stay_and_a_single_head_is_shared() -> None:
+    one = torch.randn(1, LENGTH, 4, 16).transpose(1, 2)
+    assert stays(within(sliding), heads(), one, one)
+    assert stays(within(sliding), heads(), heads(1), heads())
+    call, _ = agrees(within(sliding), heads(), heads(1), heads(1))
+    assert value_of(call.args[1]).shape[1] == 1
+
+
 def test_queries_of_a_decoding_step_stay() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sliding(k)[:, :, -3:])
