@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import registry
+from te_compile.ops.attention_shapes import attended, gradients
 from te_compile.ops.dropout_bits import DROPOUT_BITS, PLACES, kept_share, unpacked
 from te_compile.ops.fp8_attention import visible
 from te_compile.ops.library import define, define_composite
@@ -98,16 +99,11 @@ def _forward(
     return function(q, k, v, bits, probability, causal, scale)
 
 
-def _forward_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _width = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=torch.float32)
-
-
 DROPOUT_ATTENTION_FORWARD = define(
     "dropout_attention_forward(Tensor q, Tensor k, Tensor v, Tensor bits, float probability, bool causal, "
     'float scale, str implementation="reference") -> (Tensor out, Tensor logsumexp)',
     _forward,
-    _forward_fake,
+    attended,
 )
 
 
@@ -128,15 +124,11 @@ def _backward(
     return function(grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
 
 
-def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 DROPOUT_ATTENTION_BACKWARD = define(
     "dropout_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor bits, Tensor out, Tensor logsumexp, "
     'float probability, bool causal, float scale, str implementation="reference") -> (Tensor dq, Tensor dk, Tensor dv)',
     _backward,
-    _backward_fake,
+    gradients,
 )
 
 
@@ -155,8 +147,8 @@ class _DropoutAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = DROPOUT_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
-        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        made = DROPOUT_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
+        wanted = zip(made, ctx.needs_input_grad[:3], strict=True)
         return *(gradient if needed else None for gradient, needed in wanted), None, None, None
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import registry
+from te_compile.ops.attention_shapes import attended, gradients
 from te_compile.ops.library import define, define_composite
 from te_compile.ops.registry import Target, Unsupported
 
@@ -154,11 +155,11 @@ def window_attention_backward_flash(
     length = q.shape[1]
     # No dropout: the kernel does not look at the generator's state, which it wants all the same.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
-    gradients = torch.ops.aten._flash_attention_backward(
+    made = torch.ops.aten._flash_attention_backward(
         *map(_side_by_side, (grad, q, k, v)), out, logsumexp, None, None, length, length, 0.0, False, state, state,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
+    dq, dk, dv = (gradient.contiguous() for gradient in made)
     return dq, dk, dv
 
 
@@ -178,16 +179,11 @@ def _forward(
     return function(q, k, v, left, right, scale)
 
 
-def _forward_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _width = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
-
-
 WINDOW_ATTENTION_FORWARD = define(
     "window_attention_forward(Tensor q, Tensor k, Tensor v, int left, int right, float scale, "
     'str implementation="reference") -> (Tensor out, Tensor logsumexp)',
     _forward,
-    _forward_fake,
+    attended,
 )
 
 
@@ -207,15 +203,11 @@ def _backward(
     return function(grad, q, k, v, out, logsumexp, left, right, scale)
 
 
-def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 WINDOW_ATTENTION_BACKWARD = define(
     "window_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
     'int left, int right, float scale, str implementation="reference") -> (Tensor dq, Tensor dk, Tensor dv)',
     _backward,
-    _backward_fake,
+    gradients,
 )
 
 
@@ -231,8 +223,8 @@ class _WindowAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = WINDOW_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
-        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        made = WINDOW_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
+        wanted = zip(made, ctx.needs_input_grad[:3], strict=True)
         return *(gradient if needed else None for gradient, needed in wanted), None, None, None
 
 
