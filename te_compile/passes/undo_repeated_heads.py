@@ -103,12 +103,11 @@ def _may_be_read(source: Node, attention: Node, changes: dict[Node, bool]) -> bo
 def heads_before_copies(attention: Node, key: Any, value: Any, changes: dict[Node, bool]) -> tuple[Node, Node] | None:
     """Keys and values [B, G, S, D] of which ``key`` and ``value`` are copies for every head of queries, if they can be
     read in their place; for kernels that share heads. changes: what ``may_change`` remembers."""
-    sources = [_unrepeated(node) for node in (key, value)]
-    if not all(source is not None and _may_be_read(source, attention, changes) for source in sources):
+    keys, values = _unrepeated(key), _unrepeated(value)
+    if keys is None or values is None or value_of(keys).shape[1] != value_of(values).shape[1]:
         return None
-    heads = {value_of(source).shape[1] for source in sources}
-    alike = len(heads) == 1 and value_of(key).shape[1] == value_of(value).shape[1]
-    return (sources[0], sources[1]) if alike else None  # type: ignore[return-value]  # neither is None
+    alike = value_of(key).shape[1] == value_of(value).shape[1]
+    return (keys, values) if alike and all(_may_be_read(each, attention, changes) for each in (keys, values)) else None
 
 
 def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], changes: dict[Node, bool]) -> str:
