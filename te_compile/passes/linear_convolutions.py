@@ -1,10 +1,10 @@
 """Convolutions that are linears: with a kernel of one, and those whose patches do not overlap.
 
     kernel 1, stride 1                     y[b, n, …] = Σ_c w[n, c] · x[b, c, …]              over the channels
-    stride = kernel, nothing left over     y[b, n, i, j] = Σ w[n, c, p, q] · x[b, c, iP + p, jQ + q]        over patches
+    stride = kernel                        y[b, n, i, j] = Σ w[n, c, p, q] · x[b, c, iP + p, jQ + q]        over patches
 
-The second is how vision transformers cut an image into patches. Neither has padding, dilation or groups. The channels
-come last for the product, and go back behind it.
+The second is how vision transformers cut an image into patches; what is left over at the edges takes no part. Neither
+has padding, dilation or groups. The channels come last for the product, and go back behind it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _each(option: Any, dimensions: int) -> list[Any]:
 
 
 def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
-    """Does each element of ``x`` take part in one position of the result, with nothing added at the edges?"""
+    """Does each element of ``x`` take part in one position of the result at most, with nothing added at the edges?"""
     dimensions = len(kernel)
     stride, dilation = (_each(argument(node, i, name, 1), dimensions) for i, name in ((3, "stride"), (5, "dilation")))
     padding = argument(node, 4, "padding", 0)
@@ -51,8 +51,8 @@ def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
     if all(size == 1 for size in kernel):
         return True
     sizes = x.shape[2:]
-    divisible = all(isinstance(s, int) and s % k == 0 for s, k in zip(sizes, kernel, strict=True))
-    return divisible and all(each == 1 for each in dilation)
+    has_patches = all(isinstance(s, int) and s >= k for s, k in zip(sizes, kernel, strict=True))
+    return has_patches and all(each == 1 for each in dilation)
 
 
 def convolution_site(region: Region, node: Node, weights: Weights) -> Site | None:
@@ -75,6 +75,11 @@ def convolution_site(region: Region, node: Node, weights: Weights) -> Site | Non
     return site
 
 
+def is_of_patches(site: Site) -> bool:
+    """Is ``site`` a convolution as the model wrote it, whose kernel has more than one place?"""
+    return site.form == "convolution" and any(size > 1 for size in value_of(site.weight).shape[2:])
+
+
 def _patches(write: Writer, x: Node, kernel: Sequence[int]) -> Node:
     """x [B, C, iP + p, jQ + q] as [B, i, j, C · P · Q]; with a kernel of one, the channels last."""
     dimensions = len(kernel)
@@ -82,7 +87,9 @@ def _patches(write: Writer, x: Node, kernel: Sequence[int]) -> Node:
         return write.method("movedim", x, 1, -1)
     for index, size in enumerate(kernel):
         place = 2 + 2 * index
-        x = write.method("unflatten", x, place, (value_of(x).shape[place] // size, size))
+        count, left = divmod(value_of(x).shape[place], size)
+        whole = write.method("narrow", x, place, 0, count * size) if left else x
+        x = write.method("unflatten", whole, place, (count, size))
     positions = [2 + 2 * index for index in range(dimensions)]
     x = write.method("permute", x, 0, *positions, 1, *(place + 1 for place in positions))
     return write.method("flatten", x, 1 + dimensions)

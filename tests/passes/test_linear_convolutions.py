@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from te_compile.passes import manager
 from te_compile.passes.text import ops_text
 from tests.capturing import captured, only_site, regions_and_plan
 from tests.compiling import compiled, error_but_for_ties, relative_error, train_step
@@ -21,6 +25,8 @@ LINEARS = {
     "3d": (lambda: nn.Conv3d(32, 48, 1), (2, 32, 3, 2, 5), 60),
     "patches in 1d": (lambda: nn.Conv1d(8, 48, 4, 4), (2, 8, 12), 6),
     "patches of an image": (lambda: nn.Conv2d(2, 48, 4, stride=4), (2, 2, 12, 8), 12),
+    "patches and a rest": (lambda: nn.Conv2d(2, 48, 4, stride=4), (2, 2, 13, 10), 12),
+    "patches padded by name": (lambda: nn.Conv2d(2, 48, 4, stride=4, padding="valid"), (2, 2, 12, 8), 12),
     "patches that are not square": (lambda: nn.Conv2d(2, 48, (2, 8), stride=(2, 8)), (2, 2, 4, 24), 12),
     "patches of a video": (lambda: nn.Conv3d(1, 48, (2, 4, 4), (2, 4, 4)), (2, 1, 4, 8, 8), 16),
 }
@@ -50,6 +56,29 @@ def test_a_convolution_that_is_a_linear_is_one(name: str) -> None:
     assert all(error_but_for_ties(got[name], expected[name]) < 1e-3 for name in expected)
 
 
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda x, w, b: F.conv2d(x, w, b, 4, "valid"),
+        lambda x, w, b: F.conv2d(x, weight=w, bias=b, stride=(4, 4), padding="valid"),
+        lambda x, w, b: torch.conv2d(x, w, b, padding="valid", stride=[4], dilation=1, groups=1),
+        lambda x, w, b: torch.conv3d(x[:, :, None], w[:, :, None], b, (1, 4, 4), "valid"),
+        lambda x, w, b: torch.conv1d(x[:, :, 0], w[:, :, 0], b, 4, "valid"),
+        lambda x, w, b: torch.ops.aten.conv2d.padding(x, w, b, [4, 4], "valid"),
+    ),
+    ids=("by position", "by keyword", "torch", "3d", "1d", "aten"),
+)
+def test_no_padding_may_be_called_valid_in_any_spelling(call: Callable[..., Tensor]) -> None:
+    class Functional(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return call(x, self.weight, self.bias)
+
+    model, x = Functional(8, 48, 4), torch.randn(2, 8, 8, 12)
+    with manager.recording() as records:
+        y = compiled(model, strict=True)(x)
+    assert [site.status for site in records[0].plan.sites] == ["fp8"] and relative_error(y, model(x)) < 0.1
+
+
 def test_channels_last_stay_last() -> None:
     model = nn.Conv2d(32, 48, 1).to(memory_format=torch.channels_last)
     x = torch.randn(2, 32, 3, 5).to(memory_format=torch.channels_last)
@@ -71,13 +100,13 @@ def test_a_checkpointed_embedding_of_patches() -> None:
         (lambda: nn.Conv2d(32, 48, 3), (2, 32, 5, 5)),
         (lambda: nn.Conv2d(32, 48, 1, stride=2), (2, 32, 5, 5)),
         (lambda: nn.Conv2d(32, 48, 1, padding=1), (2, 32, 5, 5)),
+        (lambda: nn.Conv2d(32, 48, 3, padding="same"), (2, 32, 5, 5)),
         (lambda: nn.Conv2d(32, 48, 1, groups=2), (2, 32, 5, 5)),
-        (lambda: nn.Conv2d(2, 48, 4, 4), (2, 2, 9, 8)),
         (lambda: nn.Conv2d(2, 48, 4, 4, padding=4), (2, 2, 8, 8)),
         (lambda: nn.Conv2d(2, 48, 4, 4, dilation=2), (2, 2, 8, 8)),
         (lambda: nn.Conv2d(32, 48, 1), (32, 5, 5)),
     ),
-    ids=("overlap", "stride", "padding", "groups", "remainder", "padded patches", "dilation", "no batch"),
+    ids=("overlap", "stride", "padding", "same size", "groups", "padded patches", "dilation", "no batch"),
 )
 def test_other_convolutions_are_left_alone(build: object, shape: tuple[int, ...]) -> None:
     _, plan = regions_and_plan(build(), torch.randn(shape))
