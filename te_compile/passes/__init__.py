@@ -23,6 +23,7 @@ from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
+from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.memory import tag_memory
 from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
@@ -70,6 +71,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
+    join_gradients,  # before the producers, which read the parts of a cat where they lie
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway
     overwrite_logits,  # after it, which makes another operator of the loss's backward
