@@ -45,6 +45,7 @@ class Model:
     prefill: tuple[int, int]
     decodes: bool = True
     images: bool = False  # what it takes: images instead of token ids, and then a batch is (rows, pixels a side)
+    decoder_ids: bool = False  # does it want ids for its decoder where there are no labels to make them of?
 
     def configured(self, attn: str, changes: dict[str, Any]) -> Any:
         """The config, with those of ``changes`` that it has."""
@@ -124,6 +125,19 @@ MODELS = {
         prefill=(32, 512),
         decodes=False,
     ),
+    # T5-large's shape, 4 of its 24 layers on either side: attention with a learned bias, no dropout
+    "t5_large": Model(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 4, "num_decoder_layers": 4,
+            "num_heads": 16, "dropout_rate": 0.0, "decoder_start_token_id": 0,
+        },
+        train=(16, 512),
+        prefill=(16, 512),
+        decodes=False,
+        decoder_ids=True,
+    ),
     # Falcon-7B's shape, 2 of its 32 layers: one head of keys for 71 of queries
     "falcon7b": Model(
         "FalconForCausalLM",
@@ -191,6 +205,7 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 32, "n_embd": 128, "n_layer": 2, "n_head": 4, "image_size": 64,
     "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "sliding_window": 16, "local_attention": 16,
+    "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
 }  # fmt: skip
 
 
@@ -223,7 +238,9 @@ class Task:
             labels = {"labels": torch.randint(0, 1000, (rows,), device=DEVICE)} if self.work == "train" else {}
             return {"pixel_values": pixels, **labels}
         ids = torch.randint(0, highest, (rows, sequence), device=DEVICE)
-        return {"input_ids": ids, "labels": ids} if self.work == "train" else {"input_ids": ids}
+        if self.work == "train":
+            return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "decoder_input_ids": ids} if model.decoder_ids else {"input_ids": ids}
 
 
 def compiled(task: Task, change: Callable[[nn.Module], nn.Module] | None = None, **arguments: Any) -> Runnable:

@@ -24,6 +24,7 @@ from te_compile.deferred_gradients import attached
 from te_compile.options import Options
 from te_compile.passes import NORMALIZE_PASSES, manager
 from te_compile.passes.attention_kernels import choose_attention_kernels
+from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.constants_across_cuts import constant_outputs, note_constant_inputs, telling
 from te_compile.passes.defer_logits_gradient import defer_logits_gradient
 from te_compile.passes.draw_dropouts import draw_dropouts
@@ -33,6 +34,7 @@ from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
 from te_compile.passes.move_row_masks import move_row_masks
+from te_compile.passes.patches_as_products import patches_as_products
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
@@ -95,12 +97,14 @@ def rewrite(
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
     compilation.run("window_attentions", partial(window_attentions, regions, plan), graph)
+    compilation.run("biased_attentions", partial(biased_attentions, regions, plan), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
     compilation.run("draw_dropouts", partial(draw_dropouts, regions, plan, chosen), graph)
     if chosen.strict:
         plan.require_all_supported()
+    compilation.run("patches_as_products", partial(patches_as_products, plan), graph)
     compilation.run("spell_out_linears", partial(spell_out_linears, plan), graph)
     signature = Signature()
 

@@ -21,6 +21,7 @@ _PRECISIONS = {"kept": "kept in high precision"}
 _KERNELS = {
     "cudnn": "on cuDNN, ahead of PyTorch's order",
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
+    "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "window": "on flash, which skips what is outside of the window",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
@@ -49,8 +50,8 @@ class AttentionRow:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "window" or "te" where that was chosen instead of what PyTorch would run; empty where it
-        chooses.
+    kernel: "cudnn", "flash", "efficient", "window" or "te" where that was chosen instead of what PyTorch would run;
+        empty where it chooses.
     """
 
     name: str
