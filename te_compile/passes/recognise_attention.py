@@ -14,6 +14,12 @@ hides entirely needs care (``hidden_rows``): there the mask is shifted up to zer
 scores of such a row, the query is set to zero. The weights and the gradients are those of what is computed. (Autograd
 does not see that an addition rounded the scores away, and would send queries and keys gradients; they get none.) A mask
 that provably hides no row is used as it is.
+
+ALiBi is often made in float32 and added to scores in 16 bits. Fused kernels read a bias in the dtype of the queries
+alone, where -1447.3 and -1446.6 are one number. So each row of it is shifted first, until its largest element is zero,
+which softmax does not see. What is rounded then by much belongs to keys of little weight: a bias of b counts with e^b,
+and as far as scores make up for b, they are as large and the model itself rounded them. A bias that learns stays:
+slopes sum gradients times positions, where the roundings of a gradient in 16 bits do not cancel as the numbers do.
 """
 
 from __future__ import annotations
@@ -267,10 +273,28 @@ class _Rewriter:
             return bias
         if dtype.itemsize > self.dtype.itemsize:
             if not is_zero_or_hidden(bias, self.changes):
-                why = f"a bias in {dtype} would be rounded to {self.dtype}"
-                raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
+                self._check_rounding(bias)
+                return bias  # it is rounded once all of it is known (_narrowed)
             bias = self.write.method("clamp", bias, min=torch.finfo(self.dtype).min)
         return self.write.method("to", bias, self.dtype)
+
+    def _check_rounding(self, wide: Node) -> None:
+        """Raise if ``wide``, a bias, says more than scores and gradients of this dtype do."""
+        why, dtype = "", value_of(wide).dtype
+        if value_of(self.found.scores.nodes[0]).dtype != self.dtype:
+            why = f"a bias in {dtype} would be rounded to {self.dtype}, which its scores are not"
+        elif value_of(wide).requires_grad:
+            why = f"a bias in {dtype} that learns would get a gradient that is rounded to {self.dtype}"
+        if why:
+            raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
+
+    def _narrowed(self, bias: Node) -> Node:
+        """``bias``, which is wider than the attention, in its dtype: what counts in a row is around zero by then."""
+        peak = self.write.method("detach", self.write.method("amax", bias, -1, True))  # softmax does not see it
+        shifted = self.write.call(operator.sub, bias, peak)
+        shifted = self.write.method("clamp", shifted, min=torch.finfo(self.dtype).min)
+        # Fused kernels read no mask whose keys do not lie side by side.
+        return self.write.method("to", shifted, self.dtype, memory_format=torch.contiguous_format)
 
     def _scaled(self, x: Node, factor: Factor) -> Node:
         by = factor.by
@@ -321,6 +345,8 @@ class _Rewriter:
             raise NotAttentionError(f"{why}; negate the queries instead for a fused kernel")
         if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
+        if bias is not None and value_of(bias).dtype != self.dtype:
+            bias = self._narrowed(bias)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
             raise NotAttentionError(
                 "its bias is the same for every key; leave it out for a fused kernel: softmax cancels it"
@@ -336,7 +362,12 @@ class _Rewriter:
             return self._added(bias, step)
         if isinstance(step, Fill):
             return self._filled(bias, step)
-        return None if bias is None else self._scaled(bias, step)
+        if bias is None:
+            return None
+        if value_of(bias).dtype != self.dtype and isinstance(step.by, Node) and value_of(step.by).requires_grad:
+            why = f"a factor that learns would get a gradient from a bias that is rounded to {self.dtype}"
+            raise NotAttentionError(f"{why}; cast the bias in the model for a fused kernel, if that is exact enough")
+        return self._scaled(bias, step)
 
     def _guarded(self, query: Node, bias: Node, hiding: Node) -> tuple[Node, Node]:
         """Both for rows that ``hiding``, which is part of ``bias``, hides entirely: the mask is shifted up to zero, and
