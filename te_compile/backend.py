@@ -97,7 +97,7 @@ def rewrite(
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
     compilation.run("window_attentions", partial(window_attentions, regions, plan), graph)
-    compilation.run("biased_attentions", partial(biased_attentions, regions, plan), graph)
+    compilation.run("biased_attentions", partial(biased_attentions, regions, plan, chosen), graph)
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)

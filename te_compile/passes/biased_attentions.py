@@ -9,7 +9,8 @@ Of the fused kernels the memory-efficient one alone has a gradient for a bias. P
 the first that can read one, on Hopper cuDNN's. A bias that learns therefore goes to the memory-efficient one by name.
 README has what that gives to T5-large.
 
-In 16 bits, on a GPU; an order of kernels that the user has set stands.
+In 16 bits, on a GPU; an order of kernels that the user has set stands, and so does the draw of a dropout where eager
+mode's draws are asked for (``fallback_random``).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from te_compile.options import Options
 from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
+from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
 from te_compile.passes.writing import Writer
 
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -48,7 +52,9 @@ def reads_biases(node: Node) -> bool:
     return torch.backends.cuda.can_use_efficient_attention(asked)
 
 
-def biased_attentions(regions: list[Region], plan: Plan, reads: Callable[[Node], bool] = reads_biases) -> int:
+def biased_attentions(
+    regions: list[Region], plan: Plan, options: Options, reads: Callable[[Node], bool] = reads_biases
+) -> int:
     """Lay out biases for fused kernels and choose one for those that learn; returns for how many attentions.
 
     ``plan`` must know them (find_attentions). reads: can a fused kernel read a bias of this call?
@@ -56,9 +62,13 @@ def biased_attentions(regions: list[Region], plan: Plan, reads: Callable[[Node],
     if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
         return 0
     graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
-    changed = 0
+    changed, changes = 0, dict[Node, bool]()
     for index, attention in enumerate(plan.attentions):
         if not _has_a_mask(attention, graphs) or not reads(attention.node):
+            continue
+        if torch.is_grad_enabled() and may_change(attention.node, changes):
+            continue  # a fused kernel's gradients read the result as it was
+        if argument(attention.node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
             continue
         if _learns(attention.node) and _fits_the_efficient_kernel(attention.node):
             plan.attentions[index] = _on_the_efficient_kernel(attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
+from te_compile.options import Options
 from te_compile.passes.biased_attentions import EFFICIENT_ATTENTION, biased_attentions
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.find_attentions import find_attentions
@@ -43,12 +45,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.5)
 
 
-def change(gm: GraphModule, reads: bool = True) -> tuple[int, Plan]:
+def change(gm: GraphModule, reads: bool = True, **options: Any) -> tuple[int, Plan]:
     """Run the pass as on a device where a fused kernel reads a bias, if it ``reads`` one."""
     regions, left = regions_of(gm)
     plan = Plan()
     find_attentions(regions, left, plan)
-    count = biased_attentions(regions, plan, lambda node: reads)
+    count = biased_attentions(regions, plan, Options.resolve(options), lambda node: reads)
     gm.graph.lint()
     gm.recompile()
     return count, plan
@@ -148,6 +150,28 @@ def test_float32_and_other_devices_are_left_alone() -> None:
     wide = [heads(dtype=torch.float32) for _ in range(3)]
     assert passed(attention, *wide, table(learns=True, dtype=torch.float32))[0] == 0
     assert passed(attention, heads(), heads(), heads(), table(learns=True), reads=False)[0] == 0
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_eager_modes_draws_are_left_alone_where_they_are_asked_for(learns: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = relative(table, q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=0.1)
+
+    for asked in (False, True):
+        gm, _ = captured(run, heads(), heads(), heads(), table(learns))
+        assert change(gm, fallback_random=asked)[0] == (not asked)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_result_that_is_changed_in_place_is_left_alone(learns: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return attention(q, k, v, table).mul_(2)
+
+    inputs = heads(), heads(), heads(), table(learns)
+    assert passed(run, *inputs)[0] == 0
+    with torch.no_grad():
+        assert passed(run, *inputs)[0] == 1
 
 
 def test_heads_that_sdpa_would_share_are_left_alone() -> None:
