@@ -45,6 +45,7 @@ class Model:
     prefill: tuple[int, int]
     decodes: bool = True
     images: bool = False  # what it takes: images instead of token ids, and then a batch is (rows, pixels a side)
+    attn: str = ""  # the one way of attention that it has, where it has no other
     decoder_ids: bool = False  # does it want ids for its decoder where there are no labels to make them of?
 
     def configured(self, attn: str, changes: dict[str, Any]) -> Any:
@@ -55,7 +56,7 @@ class Model:
         parameters = {**tokens, **self.parameters}
         parameters |= {name: changes[name] for name in changes if name in parameters}
         config = getattr(transformers, self.config)(**parameters)
-        config._attn_implementation = attn
+        config._attn_implementation = self.attn or attn
         if not self.images:
             config.use_cache = False
         return config
@@ -183,6 +184,19 @@ MODELS = {
         },
         train=(4, 2048),
         prefill=(1, 2048),
+    ),
+    # GPT-OSS-20B's shape, 2 of its 24 layers: 32 experts, 4 for each token; sinks, and every other layer in a window
+    "gpt_oss": Model(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "vocab_size": 32000, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 2,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "sliding_window": 128,
+        },
+        train=(2, 2048),
+        prefill=(1, 2048),
+        attn="eager",
     ),
     # ViT-L/16, 12 of its 24 layers: 197 tokens an image
     "vit_large": Model(

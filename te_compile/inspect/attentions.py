@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 HEADINGS = ("attention", "", "runs as", "its mask and key heads, or why it stays")
 
-_RUNS_AS = {"recognised": "sdpa, recognised", "sdpa": "sdpa", "stays": "as written"}
+_RUNS_AS = {
+    "recognised": "sdpa, recognised",
+    "sinks": "attention with sinks, recognised",
+    "sdpa": "sdpa",
+    "stays": "as written",
+}
 _MASKS = {
     "none": "no mask",
     "is_causal": "causal by its own flag",
@@ -23,6 +28,7 @@ _KERNELS = {
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "window": "on flash, which skips what is outside of the window",
+    "sinks": "on flash, to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
 _HEADS = {
@@ -38,8 +44,9 @@ class AttentionRow:
     """One attention.
 
     name: the module that it runs in, in the user's model.
-    status: "recognised" (the model spells it out; it became ``F.scaled_dot_product_attention``), "sdpa" (it is that
-        call already) or "stays" (it runs as the model wrote it).
+    status: "recognised" (the model spells it out; it became ``F.scaled_dot_product_attention``), "sinks" (it does, and
+        has sinks; it became ``te::sink_attention``), "sdpa" (it is SDPA already) or "stays" (it runs as the model
+        wrote it).
     reason: why it stays.
     mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
         "folded_window", keys around each query's own place; "folded_rows", one that hides whole rows, of the result
@@ -50,8 +57,8 @@ class AttentionRow:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "window" or "te" where that was chosen instead of what PyTorch would run;
-        empty where it chooses.
+    kernel: "cudnn", "flash", "efficient", "window", "sinks" or "te" where that was chosen instead of what PyTorch would
+        run; empty where it chooses.
     """
 
     name: str

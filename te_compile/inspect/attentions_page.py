@@ -12,7 +12,7 @@ from te_compile.inspect.markup import Markup, breakable, element
 if TYPE_CHECKING:
     from te_compile.inspect.report import Report
 
-_BADGES = {"recognised": "fp8", "sdpa": "fp8", "stays": "rule"}
+_BADGES = {"recognised": "fp8", "sinks": "fp8", "sdpa": "fp8", "stays": "rule"}
 """The colour of each status: that of linears that are fine, or of those that are kept."""
 
 

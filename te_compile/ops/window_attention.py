@@ -6,7 +6,14 @@
     dv = pᵀ · dout            dq = ds · k            dk = dsᵀ · q
 
 for query i and key j of sequences of one length. Sliding windows of decoders have right = 0, local attention of
-encoders a right of its own. Keys and values may have fewer heads than queries, of which each serves several in a row.
+encoders a right of its own; a left or right of -1 (``EVERYTHING``) ends nowhere. Keys and values may have fewer heads
+than queries, of which each serves several in a row.
+
+Sinks are one more score for each query, of which no value follows (GPT-OSS): softmax has e^sink more to divide by. That
+is exact behind any kernel that returns the logarithm of its sum, and so are its gradients: p is e^(s - sum') then, all
+that ``backward`` reads of it.
+
+    sum' = log(e^logsumexp + e^sink)    out' = out · e^(logsumexp - sum')    dsink = -e^(sink - sum') · Σ dout ∘ out'
 
 A composite, as ``te::linear`` is, and nothing about FP8. PyTorch's attention knows windows as masks alone: it reads a
 number for each pair of query and key, computes all of them and keeps flash attention out. The flash kernels that
@@ -26,6 +33,8 @@ from te_compile.ops.library import define, define_composite
 from te_compile.ops.registry import Target, Unsupported
 
 FLASH = "flash"
+EVERYTHING = -1
+"""A query sees all keys on that side."""
 OLDEST = (8, 0)
 """The first compute capability that flash attention runs on."""
 WIDEST, WIDTHS = 256, 8
@@ -38,7 +47,8 @@ def visible_within(length: int, left: int, right: int, device: torch.device) -> 
     """bool [length, length]: which keys a query sees."""
     place = torch.arange(length, device=device)
     ahead = place[None, :] - place[:, None]
-    return (ahead >= -left) & (ahead <= right)
+    before, behind = (length if side == EVERYTHING else side for side in (left, right))
+    return (ahead >= -before) & (ahead <= behind)
 
 
 def _heads(x: Tensor, like: Tensor) -> Tensor:
@@ -163,6 +173,23 @@ def window_attention_backward_flash(
     return dq, dk, dv
 
 
+# --- sinks ------------------------------------------------------------------------------------------------------------
+
+
+def beside_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of each weight once a sink takes its share, and the logarithm of the sum with it.
+
+    logsumexp, sinks and both results: fp32, of one shape.
+    """
+    total = torch.logaddexp(logsumexp, sinks)
+    return torch.exp(logsumexp - total), total
+
+
+def gradient_of_sinks(products: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """dsink, of the shape of ``sinks``. products: Σ dout ∘ out' over features; total: sum'; all fp32, of one shape."""
+    return -torch.exp(sinks - total) * products
+
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
@@ -212,33 +239,45 @@ WINDOW_ATTENTION_BACKWARD = define(
 
 
 class _WindowAttention(torch.autograd.Function):
-    """The module's formulas, in operators of the joint graph; all tensors are [B, S, H, D]."""
+    """The module's formulas, in operators of the joint graph; sinks are fp32 [B, H, S], all else is [B, S, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float
+    ) -> Tensor:
         out, logsumexp = WINDOW_ATTENTION_FORWARD(q, k, v, left, right, scale)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        if sinks is not None:
+            kept, logsumexp = beside_sinks(logsumexp, sinks)
+            out = (out * kept.transpose(1, 2).unsqueeze(3)).to(out.dtype)
+        ctx.save_for_backward(q, k, v, out, logsumexp, *(() if sinks is None else (sinks,)))
         ctx.constants = left, right, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        made = WINDOW_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants)
+        q, k, v, out, logsumexp, *sinks = ctx.saved_tensors
+        made = WINDOW_ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, *ctx.constants)
         wanted = zip(made, ctx.needs_input_grad[:3], strict=True)
-        return *(gradient if needed else None for gradient, needed in wanted), None, None, None
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = gradient_of_sinks((grad.float() * out.float()).sum(3).transpose(1, 2), logsumexp, *sinks)
+        return *(gradient if needed else None for gradient, needed in wanted), of_sinks, None, None, None
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> Tensor:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """q: [B, H, S, D]; k and v: [B, G, S, D], H a multiple of G; of one dtype. Returns [B, H, S, D].
 
-    Query i sees the keys from i - left to i + right. The result lies in memory as [B, S, H, D], for the output
-    projection to read.
+    Query i sees the keys from i - left to i + right. sinks: [B, H, S, 1] or what broadcasts to that, of any floating
+    dtype. The result lies in memory as [B, S, H, D], for the output projection to read.
     """
     rows = [x.transpose(1, 2) for x in (q, k, v)]
-    return _WindowAttention.apply(*rows, left, right, scale).transpose(1, 2)
+    each = None if sinks is None else sinks.float().expand(*q.shape[:3], 1).squeeze(3)
+    return _WindowAttention.apply(*rows, each, left, right, scale).transpose(1, 2)
 
 
 WINDOW_ATTENTION = define_composite(
-    "window_attention(Tensor q, Tensor k, Tensor v, int left, int right, float scale) -> Tensor",
+    "window_attention(Tensor q, Tensor k, Tensor v, int left, int right, float scale, Tensor? sinks=None) -> Tensor",
     window_attention,
 )

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile.ops.registry import Target
 from te_compile.options import Options
+from te_compile.passes.attention_calls import has_sinks
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import draws_bits, with_bits
 from te_compile.passes.function_transforms import transforms_around
@@ -212,7 +213,7 @@ def choose_attention_kernels(
 def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
     """Is it an ordinary call of SDPA, in a graph that is rewritten?"""
     node: Any = attention.node
-    if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs:
+    if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs or has_sinks(node):
         return False
     if node in graphs[id(node.graph)] or not is_plain(node) or is_cast(node):
         return False

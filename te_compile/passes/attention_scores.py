@@ -1,8 +1,11 @@
 """What a model does to its attention scores between their product and their softmax, one step after the other.
 
 Scores are scaled, get a bias or a mask added, are overwritten where a mask says so, cast, and viewed with batch and
-heads in one dimension or two. Whatever else happens to them (a tanh, a gate, a concatenation with sinks) is not
+heads in one dimension or two. Whatever else happens to them (a tanh, a gate, a concatenation) is not
 attention as ``F.scaled_dot_product_attention`` knows it, and the walk back from the softmax ends there, with a reason.
+
+Two things are no steps of their own. Each row's largest score may be subtracted, as softmax does itself. And sinks may
+be put beside the scores, one more column that no value follows: ``te::sink_attention`` knows those.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.passes.captured_nodes import argument, is_tensor, value_of, writes
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
 from te_compile.passes.contractions import Contraction, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.side_effects import may_change, writers_of
@@ -37,6 +40,7 @@ QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, 
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _DIFFERENCES = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
 _FILLS = {torch.masked_fill, "masked_fill", "masked_fill_"}
+_CONCATENATIONS = ("cat", "concat", "concatenate")
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}
 _SAME_VALUES = {
     "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute",
@@ -81,20 +85,62 @@ class Fill:
     dimensions: int
 
 
+@dataclass(frozen=True)
+class Sinks:
+    """A column put beside the scores, in front of them if ``first``, else behind. ``dimensions``: how many those have
+    there."""
+
+    tensor: Node
+    first: bool
+    dimensions: int
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Scores minus the largest of each row, which ``nodes`` find."""
+
+    nodes: tuple[Node, ...]
+
+
 Step = Factor | Addend | Fill
 
 
 @dataclass
 class Scores:
-    """A product of queries and keys, and the steps from it to the softmax; ``nodes`` are all those in between."""
+    """A product of queries and keys, and the steps from it to the softmax; ``nodes`` are all those in between.
+    ``is_shifted``: by the largest of each row."""
 
     product: Contraction
     steps: list[Step] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    sinks: Sinks | None = None
+    is_shifted: bool = False
+
+    def take(self, step: Step | Sinks | Shift | None) -> None:
+        """Note what follows on the steps so far; raises where sinks make that another computation."""
+        if isinstance(step, Shift):
+            self.nodes.extend(step.nodes)
+            self.is_shifted = True
+        elif isinstance(step, Sinks):
+            if self.sinks is not None or self.is_shifted:
+                why = "sinks are put beside its scores twice, or after these were shifted"
+                raise UnusualScoresError(
+                    f"{why}; put them there once, beside the scores as they are, for a fused kernel"
+                )
+            self.sinks = step
+        elif step is not None:
+            if self.sinks is not None:
+                why = "its scores are changed once more after sinks were put beside them"
+                raise UnusualScoresError(f"{why}; put the sinks there last for a fused kernel")
+            self.steps.append(step)
 
 
 class NotAttentionError(Exception):
     """Why something that looks like attention is none, in words for a report."""
+
+
+class UnusualScoresError(NotAttentionError):
+    """The same, of scores that are some."""
 
 
 _NO_SCORES = "what softmax is taken of is no product of queries and keys; nothing to do: no fused kernel computes that"
@@ -196,6 +242,56 @@ def _is_scores(node: Any, like: Node) -> TypeGuard[Node]:
     )
 
 
+def _shift(node: Node) -> Iterator[tuple[Node, Shift]]:
+    """Each row minus its largest number, which is looked for in nothing else."""
+    if len(node.args) != 2 or node.kwargs or writes(node):
+        return
+    scores, largest = node.args
+    between: list[Node] = []
+    while _is_scores(scores, node) and isinstance(largest, Node) and len(largest.users) == 1:
+        between.append(largest)
+        if called(largest) == "detach" or (largest.target is operator.getitem and largest.args[1] == 0):
+            largest = largest.args[0]
+            continue
+        if called(largest) in ("amax", "max") and largest.args[:1] == (scores,) and _is_along_keys(largest):
+            yield scores, Shift(tuple(reversed(between)))
+        return
+
+
+def _is_along_keys(node: Node) -> bool:
+    """Does this reduction keep its dimension, and is that the last one?"""
+    last = value_of(node.args[0]).dim() - 1
+    return argument(node, 1, "dim") in (-1, last, (-1,), [-1]) and argument(node, 2, "keepdim", False) is True
+
+
+def _sinks(node: Node) -> Iterator[tuple[Node, Sinks]]:
+    """A column that comes in front of scores or behind them."""
+    parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", 0)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not all(map(is_tensor, parts)):
+        return
+    dimensions = value_of(node).dim()
+    if dim not in (-1, dimensions - 1) or not value_of(node).is_floating_point():
+        return
+    for first, (scores, sinks) in enumerate((parts, parts[::-1])):
+        one = value_of(sinks)
+        if scores is not sinks and one.is_floating_point() and statically_known_true(one.shape[-1] == 1):
+            yield scores, Sinks(sinks, bool(first), dimensions)
+
+
+def drops_sinks(node: Node, weights: Node, sinks: Sinks) -> bool:
+    """Is ``node`` all columns of ``weights`` but that of ``sinks``?"""
+    if node.target is not operator.getitem or node.args[0] is not weights:
+        return False
+    before, after = value_of(weights).shape, value_of(node).shape
+    if not same_sizes(before[:-1], after[:-1]) or not statically_known_true(after[-1] == before[-1] - 1):
+        return False
+    index: Any = node.args[1]
+    columns = index[-1] if isinstance(index, tuple) else None
+    if not isinstance(columns, slice) or columns.step not in (None, 1):
+        return False
+    return columns.start in ((1,) if sinks.first else (None, 0))
+
+
 def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
     if len(node.args) != 2 or node.kwargs:
         return
@@ -241,9 +337,13 @@ def _view(node: Node) -> Iterator[tuple[Node, Step | None]]:
         yield source, None
 
 
-def _steps(node: Node) -> Iterator[tuple[Node, Step | None]]:
+def _steps(node: Node) -> Iterator[tuple[Node, Step | Sinks | Shift | None]]:
     """(scores, what ``node`` does to them), for every operand of ``node`` that may be the scores."""
-    if is_cast(node):
+    if node.target in _DIFFERENCES:
+        yield from _shift(node)
+    if called(node) in _CONCATENATIONS:
+        yield from _sinks(node)
+    elif is_cast(node):
         source = node.args[0]
         if is_tensor(source) and value_of(node).is_floating_point():
             yield source, None
@@ -269,21 +369,21 @@ def scores_behind(node: Any) -> Scores:
     if node.op not in ("call_function", "call_method"):
         raise NotAttentionError(_NO_SCORES)
     reason = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do; "
-    reason += "use flex_attention for a fused kernel, where the model offers it"
+    problem = NotAttentionError(f"{reason}use flex_attention for a fused kernel, where the model offers it")
     for source, step in _steps(node):
-        if len(source.users) > 1:
-            reason = SCORES_ARE_READ
+        readers = {node, *(step.nodes[:1] if isinstance(step, Shift) else ())}
+        if len(source.users) > len(readers):
+            problem = NotAttentionError(SCORES_ARE_READ)
             continue
         try:
             scores = scores_behind(source)
+            scores.take(step)
         except NotAttentionError as error:
-            reason = str(error)
+            problem = error
             continue
-        if step is not None:
-            scores.steps.append(step)
         scores.nodes.append(node)
         return scores
-    raise NotAttentionError(reason)
+    raise problem
 
 
 def _name(node: Node) -> str:

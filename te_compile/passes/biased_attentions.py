@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from te_compile.options import Options
+from te_compile.passes.attention_calls import has_sinks
 from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
@@ -86,6 +87,8 @@ def _has_a_mask(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     """Is it an ordinary call of SDPA with a mask, in 16 bits, in a graph that is rewritten?"""
     node: Any = attention.node
     if attention.status == "stays" or attention.precision == "fp8" or attention.kernel or id(node.graph) not in graphs:
+        return False
+    if has_sinks(node):  # that lays out its own
         return False
     if node in graphs[id(node.graph)] or not is_plain(node, masked=True) or any(map(wrapped_kind, _operands(node))):
         return False

@@ -14,7 +14,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-from te_compile.passes.attention_calls import ATTENTION_CALLS
+from te_compile.passes.attention_calls import ATTENTION_CALLS, has_sinks
 from te_compile.passes.captured_nodes import argument
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.fold_masks import FOLDED, MASK_STAYS
@@ -57,7 +57,9 @@ def _of_call(node: Node, name: str, left_alone: str) -> Attention:
         heads = "shared"
     elif BROADCAST in node.meta:
         heads = "broadcast"
-    status = "recognised" if RECOGNISED in node.meta else "sdpa"
+    status = "sdpa"
+    if RECOGNISED in node.meta:
+        status = "sinks" if has_sinks(node) else "recognised"
     heads_reason = node.meta.get(COPIES_STAY) or node.meta.get(BROADCAST, "")
     return Attention(name, node, status, "", mask, mask_reason, heads, heads_reason)
 

@@ -21,6 +21,7 @@ from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target, Unsupported
 from te_compile.ops.triton_implementations import WIDEST_HEAD, check_target
 from te_compile.options import Options
+from te_compile.passes.attention_calls import has_sinks
 from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
@@ -39,6 +40,8 @@ def _operands(node: Node) -> list[Any]:
 
 def _why_not_this_call(node: Node) -> str:
     """What in the call's other arguments FP8 attention does not do; "" for nothing."""
+    if has_sinks(node):
+        return "FP8 attention has no sinks; nothing to do: it stays in high precision"
     if argument(node, 3, "attn_mask") is not None:
         return "FP8 attention takes no mask but a causal one; pass is_causal=True, or none, where that is what it means"
     dropout = argument(node, 4, "dropout_p", 0.0)

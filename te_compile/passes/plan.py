@@ -92,11 +92,12 @@ class Site:
 class Attention:
     """One attention of the graph after the passes that rewrite it. ``node`` tells the module that it ran in.
 
-    ``status`` is "recognised" (the model spelled out what is now ``F.scaled_dot_product_attention``), "sdpa" (it was
-    that call already) or "stays", with its ``reason``. ``mask`` is "none", "is_causal" (the call's own flag),
-    "folded_causal", "folded_all", "folded_window", "folded_rows" or "kept"; ``heads`` of keys and values are "undone"
-    copies, "copied", one that is "shared" or "broadcast" by all queries, or "" where there are as many as of queries.
-    Either reason says why something was left. Nothing is known of masks and heads of what stays.
+    ``status`` is "recognised" (the model spelled out what is now ``F.scaled_dot_product_attention``), "sinks" (the
+    same, of ``te::sink_attention``), "sdpa" (it was SDPA already) or "stays", with its ``reason``. ``mask`` is "none",
+    "is_causal" (the call's own flag), "folded_causal", "folded_all", "folded_window", "folded_rows" or "kept";
+    ``heads`` of keys and values are "undone" copies, "copied", one that is "shared" or "broadcast" by all queries, or
+    "" where there are as many as of queries. Either reason says why something was left. Nothing is known of masks and
+    heads of what stays.
     ``kernel`` is the name of the one that was chosen for it, "" where the choice is PyTorch's.
     """
 

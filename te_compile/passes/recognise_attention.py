@@ -1,7 +1,7 @@
 """Turn attention that a model spells out into ``F.scaled_dot_product_attention``.
 
     scores = q @ k.mT * scale (+ bias or mask)            or bmm, baddbmm, einsum, the scale on q, a division, in place
-    weights = dropout(softmax(scores, float32).to(…))
+    weights = dropout(softmax(scores, float32).to(…))     or softmax(cat([scores, sinks]))[..., :-1]
     result = weights @ v
 
 In high precision this reads and writes [B, H, S, S] half a dozen times and is the slowest part of a model whose linears
@@ -20,6 +20,9 @@ alone, where -1447.3 and -1446.6 are one number. So each row of it is shifted fi
 which softmax does not see. What is rounded then by much belongs to keys of little weight: a bias of b counts with e^b,
 and as far as scores make up for b, they are as large and the model itself rounded them. A bias that learns stays:
 slopes sum gradients times positions, where the roundings of a gradient in 16 bits do not cancel as the numbers do.
+
+Sinks (attention_sinks.py) are what queries look at where no key is for them; with them ``te::sink_attention`` takes the
+place. A row that a mask hides entirely has weights of zero then, and needs no care.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_compile.ops.sink_attention import SINK_ATTENTION
 from te_compile.passes.attention_scores import (
     HIDES_A_ROW,
     SCORES_ARE_READ,
@@ -42,7 +46,10 @@ from te_compile.passes.attention_scores import (
     Fill,
     NotAttentionError,
     Scores,
+    Sinks,
     Step,
+    UnusualScoresError,
+    drops_sinks,
     is_zero_or_hidden,
     may_hide,
     number_in,
@@ -104,7 +111,7 @@ def _keeps_rows(node: Node, source: Node) -> bool:
     return known and same_sizes(value_of(node).shape[-2:], value_of(source).shape[-2:])
 
 
-def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
+def _output_of(softmax: Node, sinks: Sinks | None) -> tuple[Node, Contraction, float, list[Node]]:
     """(the product of the weights with the values, as a contraction, dropout, the nodes between)."""
     weights, dropout, nodes = softmax, 0.0, [softmax]
     while True:
@@ -113,8 +120,16 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
                 "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
             )
         user = next(iter(weights.users))
+        if sinks is not None and drops_sinks(user, weights, sinks):
+            sinks, weights = None, user
+            nodes.append(user)
+            continue
         for product in contractions_of(user):
             if product.left.node is weights and product.left.is_plain and product.addend is None:
+                if sinks is not None:
+                    raise NotAttentionError(
+                        "its sinks have values of their own; nothing to do: no fused kernel has them"
+                    )
                 return user, product, dropout, [*nodes, user]
         p = _dropout_of(user)
         if p and dropout:
@@ -130,7 +145,7 @@ def _output_of(softmax: Node) -> tuple[Node, Contraction, float, list[Node]]:
 
 def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     """The attention around ``softmax``, None if nothing about it looks like one; raises where it is an unusual one."""
-    problems = []
+    problems, is_unusual = [], False
     scores = output = None
     try:
         scores = scores_behind(softmax.args[0])
@@ -138,21 +153,25 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
             problems.append(SCORES_ARE_READ)
     except NotAttentionError as error:
         problems.append(str(error))
+        is_unusual = isinstance(error, UnusualScoresError)
     try:
-        output = _output_of(softmax)
+        output = _output_of(softmax, None if scores is None else scores.sinks)
     except NotAttentionError as error:
         problems.append(str(error))
-    if scores is None and output is None:
+    if scores is None and output is None and not is_unusual:
         return None
     if scores is None or output is None or problems:
         raise NotAttentionError(problems[0])
     node, product, dropout, after = output
     found = _Found(softmax, scores, node, product, dropout, [*scores.nodes, *after])
+    if scores.sinks is not None and dropout:
+        raise NotAttentionError("its weights beside sinks are dropped; set attention_dropout=0 for a fused kernel")
     if product.alpha != 1.0:
         raise NotAttentionError("its result is scaled; scale the values instead for a fused kernel")
     beside = [step.tensor for step in scores.steps if isinstance(step, Addend)]
     beside += [step.where for step in scores.steps if isinstance(step, Fill)]
     beside += [step.by for step in scores.steps if isinstance(step, Factor) and isinstance(step.by, Node)]
+    beside += [scores.sinks.tensor] if scores.sinks is not None else []
     reads = (scores.product.left.node, scores.product.right.node, product.right.node, *beside)
     if not undisturbed(scores.nodes[0], node, found.nodes, reads):
         why = "something is changed in place, or gradients or autocast are switched, inside it"
@@ -343,18 +362,34 @@ class _Rewriter:
         if scale <= 0:
             why = f"its scores are multiplied by {scale:g}, and fused kernels look for the largest before they scale"
             raise NotAttentionError(f"{why}; negate the queries instead for a fused kernel")
-        if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
+        sinks = self.found.scores.sinks
+        if bias is not None and hiding is not None and sinks is None and not hides_no_row(hiding, self.changes):
             query, bias = self._guarded(query, bias, hiding)
         if bias is not None and value_of(bias).dtype != self.dtype:
+            if sinks is not None:
+                why = f"a bias in {value_of(bias).dtype} would be rounded to {self.dtype}, beside sinks that are not"
+                raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
             bias = self._narrowed(bias)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
             raise NotAttentionError(
                 "its bias is the same for every key; leave it out for a fused kernel: softmax cancels it"
             )
+        if sinks is not None:
+            return self._beside_sinks(query, key, value, bias, scale, sinks)
         dropout = self.found.dropout
         return self.write.call(
             F.scaled_dot_product_attention, query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
         )
+
+    def _beside_sinks(self, query: Node, key: Node, value: Node, bias: Node | None, scale: float, sinks: Sinks) -> Node:
+        """The call of our operator, to which no autocast casts operands."""
+        cast = [
+            each if value_of(each).dtype == self.dtype else self.write.method("to", each, self.dtype)
+            for each in (query, key, value)
+        ]
+        column = self._beside_scores(sinks.tensor, sinks.dimensions)
+        is_wide = value_of(self.found.scores.nodes[0]).dtype == torch.float32
+        return self.write.call(SINK_ATTENTION, *cast, attn_mask=bias, scale=scale, sinks=column, wide=is_wide)
 
     def _stepped(self, bias: Node | None, step: Step) -> Node | None:
         """``bias`` after ``step``; None while there is nothing to add to the scores."""

@@ -78,7 +78,7 @@ def _attention_time(attention: Attention, training: bool) -> float:
     heads = math.prod(leading)
     keys, causal = size_hint(k.shape[-2]), attention.mask in ("is_causal", "folded_causal")
     if attention.kernel == "window":
-        _, _, _, left, right, _ = attention.node.args
+        left, right = attention.node.args[3:5]
         keys = min(keys, int(left) + 1 + int(right))  # type: ignore[arg-type]  # numbers, by the operator's schema
     return speed.attention_microseconds(heads, queries, keys, width, causal=causal, training=training)
 

@@ -12,6 +12,9 @@ takes, in milliseconds, bf16, heads of 128 features (64 in the last row):
     1 × 32 × 8192                1024 before      12.3                    31.3              2.2
     8 × 12 × 2048                64 either way    1.6                     4.2               0.6
 
+Attention with sinks (``te::sink_attention``) goes the same way where its mask folded away, for SDPA knows none: its
+window is all keys, or all that are not later.
+
 Keys and values that the model repeats for several heads of queries are read as they were before: with a window nothing
 is left that needs the copies. As with causal attention, an order of kernels that the user has set stands, and so does
 attention with a dropout.
@@ -29,13 +32,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from te_compile.ops import registry
-from te_compile.ops.window_attention import WINDOW_ATTENTION
+from te_compile.ops.window_attention import EVERYTHING, WINDOW_ATTENTION
+from te_compile.passes.attention_calls import has_sinks
 from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.fold_masks import WINDOW, without_guard
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.prove_masks import Window
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.undo_repeated_heads import heads_before_copies
@@ -62,12 +67,23 @@ def window_attentions(
     changed, changes = 0, dict[Node, bool]()
     for index, attention in enumerate(plan.attentions):
         node = attention.node
-        if WINDOW in node.meta and id(node.graph) in graphs and node not in graphs[id(node.graph)]:
+        if _window_of(node) and id(node.graph) in graphs and node not in graphs[id(node.graph)]:
             operands = _operands(node, changes)
             if _may_stand_for(node, operands, changes, runs):
                 plan.attentions[index] = _replaced(attention, operands)
                 changed += 1
     return changed
+
+
+def _window_of(node: Node) -> Window | None:
+    """What the mask of an attention was proved to show; of one without a mask only where sinks keep it from SDPA."""
+    if WINDOW in node.meta:
+        shown: Window = node.meta[WINDOW]
+        return shown
+    is_call = node.op == "call_function" and has_sinks(node) and argument(node, 3, "attn_mask") is None
+    if not is_call:
+        return None
+    return (EVERYTHING, 0) if argument(node, 5, "is_causal", False) else (EVERYTHING, EVERYTHING)
 
 
 def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
@@ -83,7 +99,7 @@ def _may_stand_for(
     """Does the operator mean the same as this call, and is there a kernel for it?"""
     scale = argument(node, 6, "scale")
     if (
-        not is_plain(node, masked=True)
+        not is_plain(node, masked=argument(node, 3, "attn_mask") is not None)
         or argument(node, 4, "dropout_p", 0.0) != 0
         or (scale is not None and scale <= 0)
     ):
@@ -95,6 +111,8 @@ def _may_stand_for(
         return False
     if not _fit(query, key, value) or not same_sizes(value_of(node).shape, (*query.shape[:3], value.shape[3])):
         return False  # SDPA would broadcast them
+    if not same_sizes(query.shape[2:3], key.shape[2:3]):
+        return False  # kernels count causal positions from the last one, is_causal from the first
     dtype = value_of(node).dtype
     return runs(*(each.transpose(1, 2).to(dtype) for each in (query, key, value)))
 
@@ -115,7 +133,9 @@ def _replaced(attention: Attention, operands: list[Node]) -> Attention:
     given = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
     dtype = value_of(node).dtype  # an autocast is at work if theirs are others
     cast = [each if value_of(each).dtype == dtype else write.method("to", each, dtype) for each in operands]
-    call = write.call(WINDOW_ATTENTION, *cast, *node.meta[WINDOW], given)
+    sinks = [node.kwargs["sinks"]] if has_sinks(node) else []
+    had_mask = WINDOW in node.meta
+    call = write.call(WINDOW_ATTENTION, *cast, *(_window_of(node) or ()), given, *sinks)
     result = write.laid_out_like(call, node)  # views of it may follow
     for new in write.written:
         new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
@@ -123,4 +143,6 @@ def _replaced(attention: Attention, operands: list[Node]) -> Attention:
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
     heads = {"heads": "undone", "heads_reason": ""} if undone else {}
+    if not had_mask:
+        return replace(attention, node=call, kernel="sinks", **heads)
     return replace(attention, node=call, kernel="window", mask="folded_window", mask_reason="", **heads)

@@ -129,6 +129,17 @@ def by_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), v).view(BATCH, HEADS, LENGTH, WIDTH)
 
 
+def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By each row's largest, as softmax does itself."""
+    scores = q @ k.mT * 0.5
+    return F.softmax(scores - scores.amax(dim=-1, keepdim=True), dim=-1) @ v
+
+
+def shifted_apart_from_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.5
+    return F.softmax(scores - torch.max(scores, -1, keepdim=True)[0].detach(), dim=-1) @ v
+
+
 def by_bmm_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.flatten(0, 1) + 0 for x in (q, k, v))
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.2, dim=-1), v).view(-1, WIDTH)
@@ -143,8 +154,9 @@ def with_a_part_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("form", [
-    scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, dropped_with_nothing, by_einsum,
-    by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous, with_a_part_switched_off,
+    scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, shifted, shifted_apart_from_gradients,
+    dropped_with_nothing, by_einsum, by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous,
+    with_a_part_switched_off,
 ])  # fmt: skip
 def test_every_form_becomes_one_call(form: Attention) -> None:
     assert_recognised(form, *operands())
@@ -510,9 +522,9 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(torch.tanh(q @ k.mT / 50.0) * 50.0, dim=-1) @ v
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = torch.cat([q @ k.mT, torch.zeros(BATCH, HEADS, LENGTH, 1)], dim=-1)
-    return F.softmax(scores, dim=-1)[..., :-1] @ v
+def _with_two_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, torch.zeros(BATCH, HEADS, LENGTH, 2)], dim=-1)
+    return F.softmax(scores, dim=-1)[..., :-2] @ v
 
 
 def _weights_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -571,6 +583,22 @@ def _multiplied_by_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT * 0.0, dim=-1) @ v
 
 
+def _shifted_by_the_largest_of_a_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return F.softmax(scores - scores.amax(dim=-2, keepdim=True), dim=-1) @ v
+
+
+def _shifted_by_what_is_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    largest = scores.amax(dim=-1, keepdim=True)
+    return F.softmax(scores - largest, dim=-1) @ v, largest
+
+
+def _shifted_by_the_largest_of_another(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores, others = q @ k.mT, k @ q.mT
+    return F.softmax(scores - others.cos().amax(dim=-2, keepdim=True), dim=-1) @ v
+
+
 def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     result = F.softmax(q @ k.mT, dim=-1) @ v
     result.flatten(1, 2).mul_(0.5)
@@ -590,16 +618,22 @@ def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("multiplied by -0.25", _negative_by_baddbmm),
     ("multiplied by 0", _multiplied_by_nothing),
     ("its result is changed in place", _result_written_into),
+    ("scores are read elsewhere", _shifted_by_the_largest_of_a_column),
+    ("scores are read elsewhere", _shifted_by_what_is_returned),
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
     assert_stays(reason, run, *operands())
+
+
+def test_what_another_product_gives_is_a_bias() -> None:
+    assert_recognised(_shifted_by_the_largest_of_another, *operands())
 
 
 def test_a_softmax_over_another_dimension_or_of_something_else_is_none_of_our_business() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.softmax(q @ k.mT, dim=-2) @ v + F.softmax(q, dim=-1)
 
-    for other in (run, _with_sinks):
+    for other in (run, _with_two_zeros):
         count, gm, _ = rewritten(other, *operands())
         assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
 
