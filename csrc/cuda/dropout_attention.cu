@@ -1,15 +1,12 @@
 // te_cuda_dropout_attention and its backward pass: checks a request, describes its tensors to TMA and launches the kernels.
 #include <algorithm>
-#include <mutex>
-#include <set>
 #include <string>
 #include <type_traits>
-#include <utility>
 
 #include "device.hpp"
-#include "driver.hpp"
 #include "dropout_attention_backward.cuh"
 #include "dropout_attention_forward.cuh"
+#include "tensor_map.hpp"
 
 namespace te_compile {
 namespace {
@@ -18,40 +15,17 @@ using namespace attention;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+constexpr const char* kName = "te_cuda_dropout_attention";
 
 /// What copy_box needs to know of [batch, length, head, width], for boxes of so many rows and 64 columns.
 CUtensorMap map_of(const te_dropout_attention& task, const te_heads& x, int64_t length, int rows) {
-  static const auto encode = reinterpret_cast<EncodeTiled>(driver::entry_point("cuTensorMapEncodeTiled"));
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(task.width), static_cast<cuuint64_t>(length),
                               static_cast<cuuint64_t>(task.heads), static_cast<cuuint64_t>(task.batches)};
   const cuuint64_t bytes[] = {static_cast<cuuint64_t>(2 * x.row), static_cast<cuuint64_t>(2 * x.head),
                               static_cast<cuuint64_t>(2 * x.batch)};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1}, every[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1};
   const auto type = task.dtype == TE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMap map;
-  const CUresult result = encode(&map, type, 4, const_cast<void*>(x.x), sizes, bytes, box, every,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw Failure(TE_CUDA_ERROR, "te_cuda_dropout_attention: cuTensorMapEncodeTiled returned " + std::to_string(result));
-  }
-  return map;
-}
-
-/// Lets the kernel have so much shared memory on the current device; once for each.
-template <typename Kernel>
-void allow(Kernel kernel, int bytes, int device) {
-  static std::mutex mutex;
-  static std::set<std::pair<const void*, int>> allowed;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const std::pair<const void*, int> key{reinterpret_cast<const void*>(kernel), device};
-  if (allowed.count(key) != 0) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "te_cuda_dropout_attention: shared memory");
-  allowed.insert(key);  // only now: loading the kernel may fail for lack of memory, and work another time
+  return tensor_map<4>(kName, type, x.x, sizes, bytes, box);
 }
 
 int words_of(const te_dropout_attention& task) { return static_cast<int>((task.keys + 63) / 64 * 2); }
@@ -70,7 +44,7 @@ void forward(const te_dropout_attention& task) {
   given.scale = task.scale * kLog2E;
   given.growth = task.growth;
   const auto kernel = forward_kernel<T, Causal>;
-  allow(kernel, kForwardBytes, task.device);
+  allow_shared_memory(kernel, kForwardBytes, task.device, kName);
   const auto blocks = static_cast<unsigned>(given.tiles * task.batches * task.heads);
   kernel<<<blocks, 384, kForwardBytes, static_cast<cudaStream_t>(task.stream)>>>(
       map_of(task, task.q, task.queries, kQueries), map_of(task, task.k, task.keys, kKeys),
@@ -105,7 +79,7 @@ void backward(const te_dropout_attention& task) {
   given.growth = task.growth;
   given.factor = task.scale;
   const auto kernel = backward_kernel<T, Causal>;
-  allow(kernel, kBackwardBytes, task.device);
+  allow_shared_memory(kernel, kBackwardBytes, task.device, kName);
   const auto blocks = static_cast<unsigned>(given.tiles * task.batches * task.heads);
   kernel<<<blocks, 384, kBackwardBytes, stream>>>(
       map_of(task, task.q, task.queries, kStep), map_of(task, task.k, task.keys, kKeys),
@@ -144,12 +118,7 @@ void check(const te_dropout_attention& task) {
   if (longest > INT32_MAX / 2 || (longest + 127) / 128 * task.batches * task.heads > INT32_MAX) {
     throw Failure(TE_UNSUPPORTED, "te_cuda_dropout_attention: more tiles than a launch has blocks");
   }
-  int major = 0, minor = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, task.device), "compute capability");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, task.device), "compute capability");
-  if (major != 9 || minor != 0) {
-    throw Failure(TE_UNSUPPORTED, "te_cuda_dropout_attention: needs a GPU of compute capability 9.0");
-  }
+  require_hopper(task.device, kName);
 }
 
 void check_backward(const te_dropout_attention& task) {

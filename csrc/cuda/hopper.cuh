@@ -48,6 +48,68 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+/// Copies a box that begins at [row, column] to the same place in every block of the cluster that `blocks` has a bit for,
+/// and tells the barrier of each.
+__device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
+                                                int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+
+/// The same for this block alone.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+/// Arrives at the barrier that lies there in another block of the cluster, or in this one. It says that copies may write
+/// what was read, and publishes nothing: to release writes to the whole cluster would be a fence of the whole GPU.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+
+/// All threads of the cluster meet.
+__device__ __forceinline__ void cluster_meets() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int block_of_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+/// Has a map in shared memory end after so many columns, and copies it to memory, for map_is_seen elsewhere. By a warp.
+__device__ __forceinline__ void end_map(CUtensorMap* to, const CUtensorMap* map, int columns, bool first_lane) {
+  if (first_lane) {
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"l"(
+                     static_cast<uint64_t>(shared_address(map))),
+                 "r"(columns)
+                 : "memory");
+  }
+  __syncwarp();
+  asm volatile(
+      "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(
+          reinterpret_cast<uint64_t>(to)),
+      "r"(shared_address(map))
+      : "memory");
+}
+
+/// Before a copy by a map in memory.
+__device__ __forceinline__ void map_is_seen(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
 /// Copies multiples of 16 bytes, aligned so.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

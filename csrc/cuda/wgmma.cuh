@@ -1,4 +1,4 @@
-// wgmma: a warp group's products of 64 rows, in 16 bits, summed in fp32 in its registers.
+// wgmma: a warp group's products of 64 rows, in 16 bits or FP8, summed in fp32 in its registers.
 //
 // Operands in shared memory lie in rows of 128 bytes, swizzled as TMA writes them, and are named by `matrix` and `part`.
 // Thread t of the group holds of row 16 (t / 32) + (t % 32) / 4 + 8 h the columns 8 j + 2 (t % 4) + e in d[4 j + 2 h + e].
@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -118,6 +119,19 @@ TE_PRODUCT_OF_PARTS(128, __half, "f16", "%66", "%64", "%65", "%67", "%68")
 TE_PRODUCT_OF_PAIRS(128, __half, "f16", "%64", "%65", "%66", "%67", "%68", "%69")
 TE_PRODUCT_OF_PARTS(128, __nv_bfloat16, "bf16", "%66", "%64", "%65", "%67", "%68")
 TE_PRODUCT_OF_PAIRS(128, __nv_bfloat16, "bf16", "%64", "%65", "%66", "%67", "%68", "%69")
+
+// d += a bᵀ of codes, or d = a bᵀ unless `more`; a and b: parts, both along K.
+#define TE_PRODUCT_OF_CODES(A, A_NAME, B, B_NAME)                                                                        \
+  __device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, bool more, const A*, const B*) {        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32." A_NAME "." B_NAME  \
+                 " " TE_REGISTERS_128 ", %64, %65, p, 1, 1; }"                                                            \
+                 : TE_SUMS_128                                                                                            \
+                 : "l"(a), "l"(b), "r"(int(more)));                                                                       \
+  }
+TE_PRODUCT_OF_CODES(__nv_fp8_e4m3, "e4m3", __nv_fp8_e4m3, "e4m3")
+TE_PRODUCT_OF_CODES(__nv_fp8_e4m3, "e4m3", __nv_fp8_e5m2, "e5m2")
+TE_PRODUCT_OF_CODES(__nv_fp8_e5m2, "e5m2", __nv_fp8_e4m3, "e4m3")
+#undef TE_PRODUCT_OF_CODES
 #undef TE_REGISTERS_64
 #undef TE_SUMS_64
 #undef TE_REGISTERS_128

@@ -167,6 +167,26 @@ typedef struct te_dropout_attention {
 te_status te_cuda_dropout_attention(const te_dropout_attention* task);
 te_status te_cuda_dropout_attention_backward(const te_dropout_attention* task);
 
+/* y[e] = a_scale_inv * b_scale_inv * (a[:, g] times the transpose of b[:, g]), g the tokens of expert e: those from
+ * ends[e - 1], 0 for the first, up to ends[e]. Sums of 128 products are added up in fp32.
+ *
+ * a [rows, tokens], b [columns, tokens]: FP8, not both E5M2; tokens: a multiple of 16, columns of 4; a, b and y aligned to
+ * 16 bytes. An expert without tokens gets zeros. Compute capability 9.0. */
+typedef struct te_grouped_wgrad {
+  int32_t device;
+  const void *a, *b;
+  te_dtype a_dtype, b_dtype;
+  int64_t rows, columns, tokens, experts;
+  const float *a_scale_inv, *b_scale_inv; /* device */
+  const int32_t* ends;                    /* device, [experts], nowhere falling */
+  void* y;                                /* [experts, rows, columns] of TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16 */
+  te_dtype y_dtype;
+  void* workspace; /* device, 256 bytes for each expert, aligned to 128; overwritten */
+  void* stream;
+} te_grouped_wgrad;
+
+te_status te_cuda_grouped_wgrad(const te_grouped_wgrad* task);
+
 /* te_host_update_scales for device memory. The lists of pointers themselves are host memory: they travel as kernel
  * parameters, so nothing is copied and the call may be captured in a CUDA graph. */
 te_status te_cuda_update_scales(int device, float* const* states, const float* const* amaxes, const int64_t* rows,

@@ -120,7 +120,8 @@ def _check_quantize_weights(target: Target, arguments: dict[str, Any]) -> None:
         check_reach(math.prod(above), columns)
 
 
-def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
+def check_grouped(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported, with the reason, for grouped products that no kernel of ours takes."""
     check_target(target)
     a, b = arguments["a"], arguments["b"]
     if a.dtype not in FP8 or b.dtype not in FP8:
@@ -130,7 +131,7 @@ def _check_grouped(target: Target, arguments: dict[str, Any]) -> None:
 
 
 def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
-    _check_grouped(target, arguments)
+    check_grouped(target, arguments)
     b = arguments["b"]
     if b.stride(2) != 1:
         raise Unsupported("the experts' rows do not run along the contraction")
@@ -282,7 +283,7 @@ def grouped_gemm(
     return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)
 
 
-@registry.register("grouped_wgrad", TRITON, priority=PRIORITY, check=_check_grouped)
+@registry.register("grouped_wgrad", TRITON, priority=PRIORITY, check=check_grouped)
 def grouped_wgrad(
     a: Tensor,
     b: Tensor,

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_compile.kernels import native, native_grouped_wgrad
 from te_compile.kernels.grouped_gemm import NARROW, WIDE, GemmTile
+from te_compile.ops import registry
 from te_compile.ops.grouped_gemm import grouped_gemm_reference, grouped_wgrad_reference
 from te_compile.ops.quantize import transposed_reference
 from te_compile.passes import manager
@@ -97,6 +99,101 @@ def test_each_weight_gradient_sums_over_its_own_rows(sizes: tuple[int, int, int,
         assert not expected.any() or relative_error(part, expected) < LIMITS["split"] + BF16
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0")
+class TestOfTheCore:
+    """Weight gradients by csrc/cuda/grouped_wgrad_kernel.cuh."""
+
+    @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2), (E4M3, E4M3)], ids=str)
+    @pytest.mark.parametrize("sizes", [*SIZES, (2048, 144, 656, 3), (8192, 4096, 272, 2)], ids=str)
+    def test_each_weight_gradient_sums_over_its_own_rows(
+        self, sizes: tuple[int, int, int, int], dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+    ) -> None:
+        rows, length, columns, experts = sizes
+        dy, x = codes(rows, columns, dtype=dtypes[0]), codes(rows, length, dtype=dtypes[1])
+        operands = transposed_reference(dy), transposed_reference(x), number(0.003), number(0.07)
+        for rest in (0, 5):
+            ends = drawn_ends(rows, experts, rest)
+            got = native_grouped_wgrad.grouped_wgrad(*operands, ends, out_dtype, "split")
+            wanted = grouped_wgrad_reference(*operands, ends, torch.float32, "split")
+            for part, expected in zip(got, wanted, strict=True):
+                assert part.dtype == out_dtype and part.any() == expected.any()
+                assert not expected.any() or relative_error(part, expected) < LIMITS["split"] + BF16
+                if expected.any():  # row by row too: a dead one hides in the whole
+                    errors = (part.float() - expected).norm(dim=1) / expected.norm(dim=1)
+                    assert float(errors.max()) < 4 * (LIMITS["split"] + BF16)
+
+    def test_sums_of_integers_are_exact(self) -> None:
+        """Whatever group a token is in, and wherever that begins: one that is missing or one too many shows."""
+        for _ in range(8):
+            dy, x = (torch.randint(-2, 3, (1024, width), device="cuda").float() for width in (272, 144))
+            ends = torch.randint(0, 1025, (7,), device="cuda", dtype=torch.int32).sort().values
+            operands = transposed_reference(dy.to(E5M2)), transposed_reference(x.to(E4M3)), number(1.0), number(1.0)
+            got = native_grouped_wgrad.grouped_wgrad(*operands, ends, torch.float32, "split")
+            bounds = [0, *ends.tolist()]
+            for part, first, end in zip(got, bounds, bounds[1:], strict=False):
+                assert torch.equal(part, dy[first:end].T @ x[first:end])
+
+    def test_what_is_not_finite_stays_in_its_group(self) -> None:
+        dy, x = codes(512, 48, dtype=E5M2), codes(512, 80)
+        ends = torch.tensor([37, 101, 101, 300, 512], device="cuda", dtype=torch.int32)
+        for row in (36, 101, 299):
+            dy[row] = torch.inf
+            x[row] = torch.nan
+        operands = transposed_reference(dy), transposed_reference(x), number(1.0), number(1.0)
+        got = native_grouped_wgrad.grouped_wgrad(*operands, ends, torch.float32, "split")
+        assert [bool(part.isfinite().all()) for part in got] == [False, True, True, False, True]
+
+    def test_a_captured_graph_follows_the_groups(self) -> None:
+        dy, x = codes(2048, 256, dtype=E5M2), codes(2048, 512)
+        ends = drawn_ends(2048, 8, 0)
+        operands = transposed_reference(dy), transposed_reference(x), number(0.5), number(2.0), ends, torch.float32
+        native_grouped_wgrad.grouped_wgrad(*operands, "split")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dw = native_grouped_wgrad.grouped_wgrad(*operands, "split")
+        for rest in (0, 900):
+            ends.copy_(drawn_ends(2048, 8, rest))
+            graph.replay()
+            assert relative_error(dw, grouped_wgrad_reference(*operands, "split")) < LIMITS["split"]
+
+    def test_it_is_what_runs(self) -> None:
+        arguments = {
+            **{"a": codes(32, 64, dtype=E5M2), "b": codes(16, 64), "ends": drawn_ends(64, 2, 0)},
+            **{"out_dtype": torch.bfloat16, "accumulation": "split"},
+        }
+        target = registry.Target.of(torch.device("cuda"))
+        assert registry.choose("grouped_wgrad", target, arguments)[0] == "cuda"
+        for changed in (
+            {"b": codes(16, 64, dtype=E5M2)},
+            {"ends": drawn_ends(64, 2, 0).long()},
+            {"accumulation": "fast"},
+        ):
+            assert registry.choose("grouped_wgrad", target, {**arguments, **changed})[0] != "cuda"
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"tokens": 40}, "multiple of 16"),
+            ({"columns": 6}, "columns of 4"),
+            ({"experts": 0}, "there must be"),
+            ({"a": 8}, "aligned to 16"),
+            ({"y_dtype": 3}, "y must be"),
+        ],
+    )
+    def test_a_request_that_is_none_is_refused(self, change: dict[str, int], reason: str) -> None:
+        names = (
+            "a a_dtype b b_dtype rows columns tokens experts a_scale_inv b_scale_inv ends y y_dtype workspace stream"
+        )
+        given = dict.fromkeys(names.split(), 4096) | {"a_dtype": 3, "b_dtype": 3, "y_dtype": 0}
+        given |= {"rows": 16, "columns": 16, "tokens": 64, "experts": 2, "stream": 0} | change
+        with pytest.raises(ValueError, match=reason):
+            native.module().cuda_grouped_wgrad(0, *given.values())
+
+
 def test_a_captured_graph_follows_the_groups() -> None:
     from te_compile.kernels.grouped_gemm import grouped_gemm, grouped_wgrad
 
@@ -177,6 +274,6 @@ def test_a_mixture_trains_as_the_textbook_has_it(recipe: str, mode: str | None) 
     assert relative_error(y, exact) < MORE * relative_error(textbook, exact)
     for name, gradient in exact_gradients.items():
         assert relative_error(got[name], gradient) < MORE * relative_error(textbook_gradients[name], gradient), name
-    for operator in ("grouped_gemm", "grouped_wgrad"):
+    for operator, implementation in (("grouped_gemm", "triton"), ("grouped_wgrad", "cuda" if HOPPER else "triton")):
         nodes = te_nodes(records[0], operator)
-        assert nodes and {arguments_of(node)["implementation"] for node in nodes} == {"triton"}
+        assert nodes and {arguments_of(node)["implementation"] for node in nodes} == {implementation}

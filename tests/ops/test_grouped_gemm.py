@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from te_compile.kernels import native
 from te_compile.ops.gemm import GEMM
 from te_compile.ops.grouped_gemm import GROUPED_GEMM, GROUPED_WGRAD
 from te_compile.ops.quantize import transposed_reference
@@ -17,6 +18,7 @@ from te_compile.ops.registry import Target, choose
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 K, N = 32, 48
 HOPPER = Target("cuda", (9, 0))
+ADA = Target("cuda", (8, 9))
 
 
 def drawn_counts() -> list[int]:
@@ -99,11 +101,26 @@ def test_triton_runs_them_on_a_gpu_with_fp8(operator: str) -> None:
     pytest.importorskip("triton", reason="without Triton there is the reference alone")
     shapes = ((5, K), (2, N, K)) if operator == "grouped_gemm" else ((N, 16), (K, 16))
     a, b = (torch.zeros(shape, dtype=E4M3) for shape in shapes)
-    arguments = {"a": a, "b": b, "out_dtype": torch.bfloat16}
-    assert choose(operator, HOPPER, arguments)[0] == "triton"
+    arguments = {"a": a, "b": b, "ends": ends_of([2, 3]), "out_dtype": torch.bfloat16, "accumulation": "split"}
+    assert choose(operator, ADA, arguments)[0] == "triton"
     for target, why in ((Target("cpu"), "CUDA"), (Target("cuda", (8, 0)), "8.9")):
         name, reasons = choose(operator, target, arguments)
         assert name == "reference" and any(why in reason for reason in reasons)
+
+
+def test_on_hopper_the_core_makes_weight_gradients_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="without Triton there is the reference alone")
+    monkeypatch.setattr(native, "missing", lambda cuda=False: "")
+    a, b = (torch.zeros(width, 16, dtype=E4M3) for width in (N, K))
+    given = {"a": a, "b": b, "ends": ends_of([2, 3]), "out_dtype": torch.bfloat16, "accumulation": "split"}
+    assert choose("grouped_wgrad", HOPPER, given)[0] == "cuda"
+    for change, why in (
+        ({"a": a.to(torch.float8_e5m2), "b": b.to(torch.float8_e5m2)}, "no E5M2 with E5M2"),
+        ({"ends": ends_of([2, 3]).long()}, "int64"),
+        ({"accumulation": "fast"}, "'fast'"),
+    ):
+        name, reasons = choose("grouped_wgrad", HOPPER, given | change)
+        assert name == "triton" and any(why in reason for reason in reasons), reasons
 
 
 def test_triton_declines_what_it_cannot_read() -> None:
