@@ -25,6 +25,8 @@ te_status te_cuda_dropout_attention(const te_dropout_attention*) { return not_bu
 
 te_status te_cuda_dropout_attention_backward(const te_dropout_attention*) { return not_built(); }
 
+te_status te_cuda_grouped_gemm(const te_grouped_gemm*) { return not_built(); }
+
 te_status te_cuda_grouped_wgrad(const te_grouped_wgrad*) { return not_built(); }
 
 te_status te_cuda_update_scales(int, float* const*, const float* const*, const int64_t*, int64_t, int64_t,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "device.hpp"
+#include "grouped_requests.hpp"
 #include "tensor_map.hpp"
 
 namespace te_compile {
@@ -18,7 +19,7 @@ constexpr const char* kName = "te_cuda_grouped_wgrad";
 CUtensorMap map_of(const void* codes, int64_t rows, int64_t tokens) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(rows)};
   const cuuint64_t bytes[] = {static_cast<cuuint64_t>(tokens)};
-  const cuuint32_t box[] = {kTokens, 128};
+  const cuuint32_t box[] = {kDepth, 128};
   return tensor_map<2>(kName, CU_TENSOR_MAP_DATA_TYPE_UINT8, codes, sizes, bytes, box);
 }
 
@@ -36,18 +37,18 @@ void launch(const te_grouped_wgrad& task) {
   given.ends = task.ends;
   given.a_scale_inv = task.a_scale_inv;
   given.b_scale_inv = task.b_scale_inv;
-  given.experts = static_cast<int>(task.experts);
   given.rows = static_cast<int>(task.rows);
   given.columns = static_cast<int>(task.columns);
   given.tokens = tokens;
   given.down = static_cast<int>((task.rows + kRows - 1) / kRows);
   given.across = static_cast<int>((task.columns + kCluster * kColumns - 1) / (kCluster * kColumns));
+  given.tiles = static_cast<int>(task.experts) * given.down * given.across;
   int processors = 0;
   check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, task.device), "multiprocessors");
-  const int64_t clusters = std::min<int64_t>(processors / kCluster, task.experts * given.down * given.across);
+  const int clusters = std::min(processors / kCluster, given.tiles);
   const auto kernel = wgrad_kernel<T, A, B>;
-  allow_shared_memory(kernel, kBytes, task.device, kName);
-  kernel<<<static_cast<unsigned>(kCluster * clusters), kThreads, kBytes, stream>>>(given, static_cast<T*>(task.y));
+  allow_shared_memory(kernel, kRing, task.device, kName);
+  kernel<<<static_cast<unsigned>(kCluster * clusters), kThreads, kRing, stream>>>(given, static_cast<T*>(task.y));
   check_cuda(cudaGetLastError(), "te_cuda_grouped_wgrad: launch");
 }
 
@@ -58,24 +59,13 @@ void by_codes(const te_grouped_wgrad& task) {
   launch<T, __nv_fp8_e4m3, __nv_fp8_e4m3>(task);
 }
 
-bool is_aligned(const void* x, uintptr_t bytes) { return x != nullptr && reinterpret_cast<uintptr_t>(x) % bytes == 0; }
-
-bool is_code(te_dtype dtype) { return dtype == TE_FLOAT8_E4M3 || dtype == TE_FLOAT8_E5M2; }
-
 void check(const te_grouped_wgrad& task) {
   require(task.experts > 0 && task.rows > 0 && task.columns > 0 && task.tokens > 0,
           "te_cuda_grouped_wgrad: there must be an expert, a row, a column and a token");
   require(task.tokens % 16 == 0 && task.columns % 4 == 0,
           "te_cuda_grouped_wgrad: tokens must be a multiple of 16, columns of 4");
-  require(is_aligned(task.a, 16) && is_aligned(task.b, 16) && is_aligned(task.y, 16) && is_aligned(task.workspace, 128),
-          "te_cuda_grouped_wgrad: a, b and y must be aligned to 16 bytes, the workspace to 128");
-  require(task.ends != nullptr && task.a_scale_inv != nullptr && task.b_scale_inv != nullptr,
-          "te_cuda_grouped_wgrad: ends or a scale is null");
-  require(is_code(task.a_dtype) && is_code(task.b_dtype), "te_cuda_grouped_wgrad: a and b must be FP8");
-  require(task.y_dtype == TE_FLOAT32 || task.y_dtype == TE_FLOAT16 || task.y_dtype == TE_BFLOAT16,
-          "te_cuda_grouped_wgrad: y must be TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16");
-  supported_if(task.a_dtype == TE_FLOAT8_E4M3 || task.b_dtype == TE_FLOAT8_E4M3,
-               "te_cuda_grouped_wgrad: a and b are both E5M2");
+  require(is_aligned(task.workspace, 128), "te_cuda_grouped_wgrad: the workspace must be aligned to 128 bytes");
+  check_operands(task, kName);
   supported_if(std::max({task.rows, task.columns, task.tokens}) <= INT32_MAX / 4 &&
                    task.experts * ((task.rows + kRows - 1) / kRows) * ((task.columns + kColumns - 1) / kColumns) <= INT32_MAX / 4,
                "te_cuda_grouped_wgrad: more tiles than are counted");

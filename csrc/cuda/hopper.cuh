@@ -68,6 +68,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+/// And of a tensor of three dimensions.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row, int layer) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          to),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(column), "r"(row), "r"(layer)
+      : "memory");
+}
+
 /// Arrives at the barrier that lies there in another block of the cluster, or in this one. It says that copies may write
 /// what was read, and publishes nothing: to release writes to the whole cluster would be a fence of the whole GPU.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {

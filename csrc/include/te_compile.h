@@ -167,6 +167,26 @@ typedef struct te_dropout_attention {
 te_status te_cuda_dropout_attention(const te_dropout_attention* task);
 te_status te_cuda_dropout_attention_backward(const te_dropout_attention* task);
 
+/* y[t] = a_scale_inv * b_scale_inv * (a[t] times the transpose of b[e]) for each token t of expert e: those from ends[e - 1],
+ * 0 for the first, up to ends[e]. Tokens after the last end get zeros.
+ *
+ * a [tokens, depth], b [experts, features, depth] with strides in elements: FP8, not both E5M2; depth and strides multiples
+ * of 16, features of 4; a, b and y aligned to 16 bytes. Up to 1024 experts. Compute capability 9.0. */
+typedef struct te_grouped_gemm {
+  int32_t device;
+  const void *a, *b;
+  te_dtype a_dtype, b_dtype;
+  int64_t tokens, features, depth, experts, feature_stride, expert_stride;
+  const float *a_scale_inv, *b_scale_inv; /* device */
+  const int32_t* ends;                    /* device, [experts], nowhere falling */
+  void* y;                                /* [tokens, features] of TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16 */
+  te_dtype y_dtype;
+  int32_t fast_accumulation; /* as in te_gemm; 0 adds up sums of 128 products in fp32 */
+  void* stream;
+} te_grouped_gemm;
+
+te_status te_cuda_grouped_gemm(const te_grouped_gemm* task);
+
 /* y[e] = a_scale_inv * b_scale_inv * (a[:, g] times the transpose of b[:, g]), g the tokens of expert e: those from
  * ends[e - 1], 0 for the first, up to ends[e]. Sums of 128 products are added up in fp32.
  *

@@ -174,6 +174,32 @@ te_dropout_attention attention_backward_of(int device, int dtype, bool causal, c
   return task;
 }
 
+te_grouped_gemm grouped_gemm_of(int device, Address a, int a_dtype, Address b, int b_dtype, int64_t tokens, int64_t features,
+                                int64_t depth, int64_t experts, int64_t feature_stride, int64_t expert_stride,
+                                Address a_scale_inv, Address b_scale_inv, Address ends, Address y, int y_dtype,
+                                bool fast_accumulation, Address stream) {
+  te_grouped_gemm task{};
+  task.device = device;
+  task.a = pointer<const void>(a);
+  task.b = pointer<const void>(b);
+  task.a_dtype = static_cast<te_dtype>(a_dtype);
+  task.b_dtype = static_cast<te_dtype>(b_dtype);
+  task.tokens = tokens;
+  task.features = features;
+  task.depth = depth;
+  task.experts = experts;
+  task.feature_stride = feature_stride;
+  task.expert_stride = expert_stride;
+  task.a_scale_inv = pointer<const float>(a_scale_inv);
+  task.b_scale_inv = pointer<const float>(b_scale_inv);
+  task.ends = pointer<const int32_t>(ends);
+  task.y = pointer<void>(y);
+  task.y_dtype = static_cast<te_dtype>(y_dtype);
+  task.fast_accumulation = fast_accumulation;
+  task.stream = pointer<void>(stream);
+  return task;
+}
+
 te_grouped_wgrad grouped_wgrad_of(int device, Address a, int a_dtype, Address b, int b_dtype, int64_t rows, int64_t columns,
                                   int64_t tokens, int64_t experts, Address a_scale_inv, Address b_scale_inv, Address ends,
                                   Address y, int y_dtype, Address workspace, Address stream) {
@@ -273,6 +299,7 @@ struct Over<Call, Make> {
 using Product = Over<&te_cublaslt_gemm, &gemm_of>;
 using Norm = Over<&te_cuda_norm_quantize, &norm_of>;
 using Attention = Over<&te_cuda_dropout_attention, &attention_of>;
+using GroupedGemm = Over<&te_cuda_grouped_gemm, &grouped_gemm_of>;
 using GroupedWgrad = Over<&te_cuda_grouped_wgrad, &grouped_wgrad_of>;
 using AttentionBackward = Over<&te_cuda_dropout_attention_backward, &attention_backward_of>;
 
@@ -353,6 +380,9 @@ PYBIND11_MODULE(_native, module) {
              "strides, bits, out, logsumexp, stream); strides: of batch, row and head");
   module.def("cuda_dropout_attention_backward", &AttentionBackward::run, unlocked,
              "(the arguments of cuda_dropout_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
+  module.def("cuda_grouped_gemm", &GroupedGemm::run, unlocked,
+             "(device, a, a_dtype, b, b_dtype, tokens, features, depth, experts, feature_stride, expert_stride, a_scale_inv, "
+             "b_scale_inv, ends, y, y_dtype, fast_accumulation, stream)");
   module.def("cuda_grouped_wgrad", &GroupedWgrad::run, unlocked,
              "(device, a, a_dtype, b, b_dtype, rows, columns, tokens, experts, a_scale_inv, b_scale_inv, ends, y, y_dtype, "
              "workspace, stream)");

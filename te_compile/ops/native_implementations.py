@@ -11,7 +11,11 @@ from te_compile.ops import calibration, registry
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.registry import Target
-from te_compile.ops.triton_implementations import check_dropout_attention, check_grouped
+from te_compile.ops.triton_implementations import (
+    check_dropout_attention,
+    check_grouped,
+    check_grouped_gemm,
+)
 from te_compile.recipe import ScaleRule
 
 CUDA = "cuda"
@@ -96,11 +100,34 @@ def dropout_attention_backward(
     return kernel(*operands)
 
 
+def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_grouped_gemm
+
+    check_grouped_gemm(target, arguments)
+    native_grouped_gemm.check(target, arguments)
+
+
 def _check_grouped_wgrad(target: Target, arguments: dict[str, Any]) -> None:
-    from te_compile.kernels import native_grouped_wgrad
+    from te_compile.kernels import native_grouped_gemm
 
     check_grouped(target, arguments)
-    native_grouped_wgrad.check(target, arguments)
+    native_grouped_gemm.check_wgrad(target, arguments)
+
+
+@registry.register("grouped_gemm", CUDA, priority=PRIORITY, check=_check_grouped_gemm)
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    accumulation: str,
+) -> Tensor:
+    """``te::grouped_gemm`` by kernels/native_grouped_gemm.py."""
+    from te_compile.kernels.native_grouped_gemm import grouped_gemm as kernel
+
+    return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)
 
 
 @registry.register("grouped_wgrad", CUDA, priority=PRIORITY, check=_check_grouped_wgrad)
@@ -113,7 +140,7 @@ def grouped_wgrad(
     out_dtype: torch.dtype,
     accumulation: str,
 ) -> Tensor:
-    """``te::grouped_wgrad`` by kernels/native_grouped_wgrad.py."""
-    from te_compile.kernels.native_grouped_wgrad import grouped_wgrad as kernel
+    """``te::grouped_wgrad`` by kernels/native_grouped_gemm.py."""
+    from te_compile.kernels.native_grouped_gemm import grouped_wgrad as kernel
 
     return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)

@@ -130,7 +130,8 @@ def check_grouped(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"{arguments['out_dtype']} is none of {', '.join(map(str, DTYPES))}")
 
 
-def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
+def check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:
+    """The same for those whose groups lie along rows."""
     check_grouped(target, arguments)
     b = arguments["b"]
     if b.stride(2) != 1:
@@ -267,7 +268,7 @@ def refresh_weights(
     return TritonRefresher(layout, outputs, rows, weights)
 
 
-@registry.register("grouped_gemm", TRITON, priority=PRIORITY, check=_check_grouped_gemm)
+@registry.register("grouped_gemm", TRITON, priority=PRIORITY, check=check_grouped_gemm)
 def grouped_gemm(
     a: Tensor,
     b: Tensor,

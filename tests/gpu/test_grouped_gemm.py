@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_compile.kernels import native, native_grouped_wgrad
+from te_compile.kernels import native, native_grouped_gemm
 from te_compile.kernels.grouped_gemm import NARROW, WIDE, GemmTile
 from te_compile.ops import registry
 from te_compile.ops.grouped_gemm import grouped_gemm_reference, grouped_wgrad_reference
@@ -55,11 +55,11 @@ def drawn_ends(rows: int, experts: int, rest: int) -> Tensor:
     return ends
 
 
-def experts_of(columns: int, length: int, experts: int, as_columns: bool) -> Tensor:
+def experts_of(columns: int, length: int, experts: int, as_columns: bool, dtype: torch.dtype = E4M3) -> Tensor:
     """[E, N, K], as a view of the weight's codes as stored, or of its transposed copy."""
     if as_columns:
-        return codes(columns, experts * length).unflatten(1, (experts, -1)).transpose(0, 1)
-    return codes(experts, columns, length)
+        return codes(columns, experts * length, dtype=dtype).unflatten(1, (experts, -1)).transpose(0, 1)
+    return codes(experts, columns, length, dtype=dtype)
 
 
 @pytest.mark.parametrize("tile", [WIDE, NARROW], ids=["wide", "narrow"])
@@ -104,7 +104,51 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 @pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0")
 class TestOfTheCore:
-    """Weight gradients by csrc/cuda/grouped_wgrad_kernel.cuh."""
+    """Products by csrc/cuda/grouped_gemm_kernel.cuh and grouped_wgrad_kernel.cuh."""
+
+    @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2), (E4M3, E4M3)], ids=str)
+    @pytest.mark.parametrize("accumulation", ["fast", "split"])
+    @pytest.mark.parametrize("sizes", [*SIZES, (200, 144, 656, 300), (3000, 1040, 768, 2)], ids=str)
+    def test_each_row_meets_its_own_expert(
+        self,
+        sizes: tuple[int, int, int, int],
+        accumulation: str,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        out_dtype: torch.dtype,
+    ) -> None:
+        rows, length, columns, experts = sizes
+        a = codes(rows, length, dtype=dtypes[0])
+        for as_columns in (False, True):
+            b = experts_of(columns, length, experts, as_columns, dtypes[1])
+            operands = a, b, number(0.003), number(0.07), drawn_ends(rows, experts, 5)
+            got = native_grouped_gemm.grouped_gemm(*operands, out_dtype, accumulation)
+            wanted = grouped_gemm_reference(*operands, torch.float32, accumulation)
+            assert got.dtype == out_dtype and relative_error(got, wanted) < LIMITS[accumulation] + BF16
+            for dim in (0, 1):  # row by row and column by column too: a dead one hides in the whole
+                of = wanted.norm(dim=dim)
+                errors = ((got.float() - wanted).norm(dim=dim) / of)[of > 0]
+                assert float(errors.max()) < 4 * (LIMITS[accumulation] + BF16)
+            assert not got[int(operands[-1][-1]) :].any()
+
+    def test_products_of_integers_are_exact(self) -> None:
+        """A row too many or too few, or one of another expert, shows."""
+        for accumulation in ("fast", "split"):
+            a = torch.randint(-2, 3, (1024, 272), device="cuda").to(E4M3)
+            b = torch.randint(-2, 3, (7, 656, 272), device="cuda").to(E4M3)
+            ends = torch.randint(0, 1025, (7,), device="cuda", dtype=torch.int32).sort().values
+            operands = a, b, number(1.0), number(1.0), ends
+            got = native_grouped_gemm.grouped_gemm(*operands, torch.float32, accumulation)
+            assert torch.equal(got, grouped_gemm_reference(*operands, torch.float32, accumulation))
+
+    def test_a_row_that_is_not_finite_is_one(self) -> None:
+        a, b = codes(512, 80), codes(5, 48, 80)
+        ends = torch.tensor([37, 101, 101, 300, 512], device="cuda", dtype=torch.int32)
+        bad = [36, 101, 299]
+        a[bad] = torch.nan
+        for accumulation in ("fast", "split"):
+            got = native_grouped_gemm.grouped_gemm(a, b, number(1.0), number(1.0), ends, torch.float32, accumulation)
+            assert torch.nonzero(~got.isfinite().all(1)).flatten().tolist() == bad
 
     @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2), (E4M3, E4M3)], ids=str)
@@ -117,7 +161,7 @@ class TestOfTheCore:
         operands = transposed_reference(dy), transposed_reference(x), number(0.003), number(0.07)
         for rest in (0, 5):
             ends = drawn_ends(rows, experts, rest)
-            got = native_grouped_wgrad.grouped_wgrad(*operands, ends, out_dtype, "split")
+            got = native_grouped_gemm.grouped_wgrad(*operands, ends, out_dtype, "split")
             wanted = grouped_wgrad_reference(*operands, ends, torch.float32, "split")
             for part, expected in zip(got, wanted, strict=True):
                 assert part.dtype == out_dtype and part.any() == expected.any()
@@ -132,7 +176,7 @@ class TestOfTheCore:
             dy, x = (torch.randint(-2, 3, (1024, width), device="cuda").float() for width in (272, 144))
             ends = torch.randint(0, 1025, (7,), device="cuda", dtype=torch.int32).sort().values
             operands = transposed_reference(dy.to(E5M2)), transposed_reference(x.to(E4M3)), number(1.0), number(1.0)
-            got = native_grouped_wgrad.grouped_wgrad(*operands, ends, torch.float32, "split")
+            got = native_grouped_gemm.grouped_wgrad(*operands, ends, torch.float32, "split")
             bounds = [0, *ends.tolist()]
             for part, first, end in zip(got, bounds, bounds[1:], strict=False):
                 assert torch.equal(part, dy[first:end].T @ x[first:end])
@@ -144,21 +188,24 @@ class TestOfTheCore:
             dy[row] = torch.inf
             x[row] = torch.nan
         operands = transposed_reference(dy), transposed_reference(x), number(1.0), number(1.0)
-        got = native_grouped_wgrad.grouped_wgrad(*operands, ends, torch.float32, "split")
+        got = native_grouped_gemm.grouped_wgrad(*operands, ends, torch.float32, "split")
         assert [bool(part.isfinite().all()) for part in got] == [False, True, True, False, True]
 
     def test_a_captured_graph_follows_the_groups(self) -> None:
-        dy, x = codes(2048, 256, dtype=E5M2), codes(2048, 512)
+        dy, x, w = codes(2048, 256, dtype=E5M2), codes(2048, 512), codes(8, 256, 512)
         ends = drawn_ends(2048, 8, 0)
-        operands = transposed_reference(dy), transposed_reference(x), number(0.5), number(2.0), ends, torch.float32
-        native_grouped_wgrad.grouped_wgrad(*operands, "split")
+        rest = number(0.5), number(2.0), ends, torch.float32, "split"
+        turned = transposed_reference(dy), transposed_reference(x)
+        native_grouped_gemm.grouped_gemm(x, w, *rest)
+        native_grouped_gemm.grouped_wgrad(*turned, *rest)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            dw = native_grouped_wgrad.grouped_wgrad(*operands, "split")
-        for rest in (0, 900):
-            ends.copy_(drawn_ends(2048, 8, rest))
+            y, dw = native_grouped_gemm.grouped_gemm(x, w, *rest), native_grouped_gemm.grouped_wgrad(*turned, *rest)
+        for unused in (0, 900):
+            ends.copy_(drawn_ends(2048, 8, unused))
             graph.replay()
-            assert relative_error(dw, grouped_wgrad_reference(*operands, "split")) < LIMITS["split"]
+            assert relative_error(y, grouped_gemm_reference(x, w, *rest)) < LIMITS["split"]
+            assert relative_error(dw, grouped_wgrad_reference(*turned, *rest)) < LIMITS["split"]
 
     def test_it_is_what_runs(self) -> None:
         arguments = {
@@ -173,6 +220,8 @@ class TestOfTheCore:
             {"accumulation": "fast"},
         ):
             assert registry.choose("grouped_wgrad", target, {**arguments, **changed})[0] != "cuda"
+        arguments |= {"a": codes(64, 32, dtype=E5M2), "b": codes(2, 16, 32)}
+        assert registry.choose("grouped_gemm", target, arguments)[0] == "cuda"
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -184,7 +233,7 @@ class TestOfTheCore:
             ({"y_dtype": 3}, "y must be"),
         ],
     )
-    def test_a_request_that_is_none_is_refused(self, change: dict[str, int], reason: str) -> None:
+    def test_a_weight_gradient_that_is_none_is_refused(self, change: dict[str, int], reason: str) -> None:
         names = (
             "a a_dtype b b_dtype rows columns tokens experts a_scale_inv b_scale_inv ends y y_dtype workspace stream"
         )
@@ -192,6 +241,24 @@ class TestOfTheCore:
         given |= {"rows": 16, "columns": 16, "tokens": 64, "experts": 2, "stream": 0} | change
         with pytest.raises(ValueError, match=reason):
             native.module().cuda_grouped_wgrad(0, *given.values())
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"depth": 40}, "multiples of 16"),
+            ({"feature_stride": 8}, "multiples of 16"),
+            ({"features": 6}, "features of 4"),
+            ({"tokens": 0}, "there must be"),
+            ({"b": 8}, "aligned to 16"),
+            ({"a_dtype": 1}, "must be FP8"),
+        ],
+    )
+    def test_a_product_that_is_none_is_refused(self, change: dict[str, int], reason: str) -> None:
+        names = "a a_dtype b b_dtype tokens features depth experts feature_stride expert_stride a_scale_inv b_scale_inv"
+        given = dict.fromkeys(f"{names} ends y y_dtype fast stream".split(), 4096)
+        given |= {"a_dtype": 3, "b_dtype": 3, "y_dtype": 0, "fast": 1, "stream": 0} | change
+        with pytest.raises(ValueError, match=reason):
+            native.module().cuda_grouped_gemm(0, *given.values())
 
 
 def test_a_captured_graph_follows_the_groups() -> None:
@@ -274,6 +341,7 @@ def test_a_mixture_trains_as_the_textbook_has_it(recipe: str, mode: str | None) 
     assert relative_error(y, exact) < MORE * relative_error(textbook, exact)
     for name, gradient in exact_gradients.items():
         assert relative_error(got[name], gradient) < MORE * relative_error(textbook_gradients[name], gradient), name
-    for operator, implementation in (("grouped_gemm", "triton"), ("grouped_wgrad", "cuda" if HOPPER else "triton")):
+    for operator in ("grouped_gemm", "grouped_wgrad"):
         nodes = te_nodes(records[0], operator)
+        implementation = "cuda" if HOPPER else "triton"
         assert nodes and {arguments_of(node)["implementation"] for node in nodes} == {implementation}

@@ -108,12 +108,16 @@ def test_triton_runs_them_on_a_gpu_with_fp8(operator: str) -> None:
         assert name == "reference" and any(why in reason for reason in reasons)
 
 
-def test_on_hopper_the_core_makes_weight_gradients_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_the_core_makes_those_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="without Triton there is the reference alone")
     monkeypatch.setattr(native, "missing", lambda cuda=False: "")
     a, b = (torch.zeros(width, 16, dtype=E4M3) for width in (N, K))
     given = {"a": a, "b": b, "ends": ends_of([2, 3]), "out_dtype": torch.bfloat16, "accumulation": "split"}
     assert choose("grouped_wgrad", HOPPER, given)[0] == "cuda"
+    weights = torch.zeros(2, N, 16, dtype=E4M3)
+    assert choose("grouped_gemm", HOPPER, given | {"b": weights, "accumulation": "fast"})[0] == "cuda"
+    many = given | {"b": torch.zeros(1025, N, 16, dtype=E4M3), "ends": ends_of([0] * 1025)}
+    assert choose("grouped_gemm", HOPPER, many)[0] == "triton"
     for change, why in (
         ({"a": a.to(torch.float8_e5m2), "b": b.to(torch.float8_e5m2)}, "no E5M2 with E5M2"),
         ({"ends": ends_of([2, 3]).long()}, "int64"),
