@@ -46,6 +46,12 @@ def codes(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
     return torch.randn(shape, device="cuda").mul_(8).to(dtype)
 
 
+def all_along(dim: int, got: Tensor, wanted: Tensor, limit: float) -> bool:
+    """Is each row or column as close as that? A dead one hides in the whole. float16 has steps of 2^-24 near zero."""
+    allowed = limit * wanted.norm(dim=dim) + 2.0**-24 * wanted.shape[dim] ** 0.5
+    return bool(((got.float() - wanted).norm(dim=dim) <= allowed).all())
+
+
 def drawn_ends(rows: int, experts: int, rest: int) -> Tensor:
     """Few experts get most of the tokens, one gets none, and ``rest`` rows belong to nobody."""
     shares = torch.rand(experts, device="cuda") ** 4
@@ -121,14 +127,11 @@ class TestOfTheCore:
         a = codes(rows, length, dtype=dtypes[0])
         for as_columns in (False, True):
             b = experts_of(columns, length, experts, as_columns, dtypes[1])
-            operands = a, b, number(0.003), number(0.07), drawn_ends(rows, experts, 5)
+            operands = a, b, number(0.03), number(0.7), drawn_ends(rows, experts, 5)
             got = native_grouped_gemm.grouped_gemm(*operands, out_dtype, accumulation)
             wanted = grouped_gemm_reference(*operands, torch.float32, accumulation)
             assert got.dtype == out_dtype and relative_error(got, wanted) < LIMITS[accumulation] + BF16
-            for dim in (0, 1):  # row by row and column by column too: a dead one hides in the whole
-                of = wanted.norm(dim=dim)
-                errors = ((got.float() - wanted).norm(dim=dim) / of)[of > 0]
-                assert float(errors.max()) < 4 * (LIMITS[accumulation] + BF16)
+            assert all(all_along(dim, got, wanted, 4 * (LIMITS[accumulation] + BF16)) for dim in (0, 1))
             assert not got[int(operands[-1][-1]) :].any()
 
     def test_products_of_integers_are_exact(self) -> None:
@@ -158,7 +161,7 @@ class TestOfTheCore:
     ) -> None:
         rows, length, columns, experts = sizes
         dy, x = codes(rows, columns, dtype=dtypes[0]), codes(rows, length, dtype=dtypes[1])
-        operands = transposed_reference(dy), transposed_reference(x), number(0.003), number(0.07)
+        operands = transposed_reference(dy), transposed_reference(x), number(0.03), number(0.7)
         for rest in (0, 5):
             ends = drawn_ends(rows, experts, rest)
             got = native_grouped_gemm.grouped_wgrad(*operands, ends, out_dtype, "split")
@@ -166,9 +169,7 @@ class TestOfTheCore:
             for part, expected in zip(got, wanted, strict=True):
                 assert part.dtype == out_dtype and part.any() == expected.any()
                 assert not expected.any() or relative_error(part, expected) < LIMITS["split"] + BF16
-                if expected.any():  # row by row too: a dead one hides in the whole
-                    errors = (part.float() - expected).norm(dim=1) / expected.norm(dim=1)
-                    assert float(errors.max()) < 4 * (LIMITS["split"] + BF16)
+                assert all_along(1, part, expected, 4 * (LIMITS["split"] + BF16))
 
     def test_sums_of_integers_are_exact(self) -> None:
         """Whatever group a token is in, and wherever that begins: one that is missing or one too many shows."""
