@@ -88,11 +88,12 @@ class Fill:
 @dataclass(frozen=True)
 class Sinks:
     """A column put beside the scores, in front of them if ``first``, else behind. ``dimensions``: how many those have
-    there."""
+    there. ``is_column``: unless ``tensor`` lacks the last of them."""
 
     tensor: Node
     first: bool
     dimensions: int
+    is_column: bool = True
 
 
 @dataclass(frozen=True)
@@ -368,8 +369,8 @@ def scores_behind(node: Any) -> Scores:
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
         raise NotAttentionError(_NO_SCORES)
-    reason = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do; "
-    problem = NotAttentionError(f"{reason}use flex_attention for a fused kernel, where the model offers it")
+    why = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do"
+    problem = NotAttentionError(f"{why}; use flex_attention for a fused kernel, where the model offers it")
     for source, step in _steps(node):
         readers = {node, *(step.nodes[:1] if isinstance(step, Shift) else ())}
         if len(source.users) > len(readers):

@@ -62,6 +62,7 @@ from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.hidden_rows import forgets_its_scores, hides, number_to_fill_with
+from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer
 
@@ -143,6 +144,18 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> tuple[Node, Contraction, f
         nodes.append(user)
 
 
+def _scaled(
+    softmax: Node, output: tuple[Node, Contraction, float, list[Node]]
+) -> tuple[tuple[Node, Contraction, float, list[Node]], Sinks | None]:
+    """``output`` (of ``_output_of``) with what scales it by sinks, and these; as it is where nothing does."""
+    node, product, dropout, nodes = output
+    in_order = product.result == tuple(range(len(product.result)))
+    scaled = scaled_by_sinks(softmax, node) if in_order else None
+    if scaled is None:
+        return output, None
+    return (scaled.result, product, dropout, [*nodes, *scaled.nodes]), scaled.sinks
+
+
 def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     """The attention around ``softmax``, None if nothing about it looks like one; raises where it is an unusual one."""
     problems, is_unusual = [], False
@@ -156,6 +169,9 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
         is_unusual = isinstance(error, UnusualScoresError)
     try:
         output = _output_of(softmax, None if scores is None else scores.sinks)
+        if scores is not None and scores.sinks is None:
+            output, scores.sinks = _scaled(softmax, output)
+            problems = [] if scores.sinks is not None else problems
     except NotAttentionError as error:
         problems.append(str(error))
     if scores is None and output is None and not is_unusual:
@@ -387,7 +403,8 @@ class _Rewriter:
             each if value_of(each).dtype == self.dtype else self.write.method("to", each, self.dtype)
             for each in (query, key, value)
         ]
-        column = self._beside_scores(sinks.tensor, sinks.dimensions)
+        tensor = sinks.tensor if sinks.is_column else self.write.method("unsqueeze", sinks.tensor, -1)
+        column = self._beside_scores(tensor, sinks.dimensions)
         is_wide = value_of(self.found.scores.nodes[0]).dtype == torch.float32
         return self.write.call(SINK_ATTENTION, *cast, attn_mask=bias, scale=scale, sinks=column, wide=is_wide)
 

@@ -344,6 +344,9 @@ def test_an_option_that_does_not_exist_is_found() -> None:
         faults("projection to logits; lm_haed=True puts it in FP8")
 
 
+_REASONS = ("NotAWeightError", "NotAttentionError", "UnusualScoresError")
+
+
 def _given_as_reasons(tree: ast.AST) -> Iterator[ast.expr]:
     """What is raised as a reason, handed to ``keep`` or returned by a function that says why."""
     for function in ast.walk(tree):
@@ -351,7 +354,7 @@ def _given_as_reasons(tree: ast.AST) -> Iterator[ast.expr]:
             continue
         says_why = "why" in function.name or function.name.startswith("by_")
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("NotAWeightError", "NotAttentionError"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _REASONS:
                 yield node.args[0]
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "keep":
                 yield node.args[1]

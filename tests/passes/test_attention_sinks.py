@@ -42,6 +42,31 @@ def an_order_of_kernels_that_nobody_has_changed() -> Iterator[None]:
     torch._C._set_sdp_priority_order(before)
 
 
+def shares_of(scores: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks leave of each row."""
+    return (torch.logsumexp(scores, dim=-1) - sinks.view(1, -1, 1)).float().sigmoid().unsqueeze(-1)
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Granite's."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+    shares = shares_of(scores, sinks)
+    weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), p=0.0)
+    result = torch.matmul(weights, v)
+    return (result * shares.to(result.dtype)).transpose(1, 2).contiguous()
+
+
+def scaled_by_columns(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.view(-1, 1, 1)) * (scores.softmax(-1) @ v)
+
+
+def scaled_beside_a_column(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Sinks meet the sums once these are a column: their dimensions are those of the scores."""
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v * (scores.logsumexp(-1).unsqueeze(-1) - sinks.view(-1, 1, 1)).sigmoid()
+
+
 def operands(keys: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """q, k, v [B, H, S, D] and a sink for each head."""
     drawn = [torch.randn(BATCH, count, LENGTH, WIDTH).to(dtype).requires_grad_() for count in (HEADS, keys, keys)]
@@ -131,7 +156,20 @@ def agree(gm: Callable[..., Any], examples: list[Any], run: Attention, inputs: l
 # ---------------------------------------------------------------------------------------------------------------- fires
 
 
-@pytest.mark.parametrize("run", [shifted, widened, in_front, of_each_query, overwritten, flattened])
+@pytest.mark.parametrize(
+    "run",
+    [
+        shifted,
+        widened,
+        in_front,
+        of_each_query,
+        overwritten,
+        flattened,
+        scaled,
+        scaled_by_columns,
+        scaled_beside_a_column,
+    ],
+)
 def test_it_is_recognised_and_gives_the_same(run: Attention) -> None:
     inputs = operands()
     count, gm, examples = recognised(run, *inputs)
@@ -140,7 +178,7 @@ def test_it_is_recognised_and_gives_the_same(run: Attention) -> None:
     agree(gm, examples, run, inputs, 1e-5)
 
 
-@pytest.mark.parametrize("run", [shifted, widened, in_front])
+@pytest.mark.parametrize("run", [shifted, widened, in_front, scaled])
 def test_16_bits_are_at_least_as_close_to_float64(run: Attention) -> None:
     inputs = operands(dtype=torch.bfloat16)
     count, gm, examples = recognised(run, *inputs)
@@ -302,6 +340,35 @@ def read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return weights[..., :-1] @ v, weights[..., -1]
 
 
+def scaled_the_other_way(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v * torch.sigmoid(sinks.view(-1, 1) - scores.logsumexp(-1)).unsqueeze(-1)
+
+
+def scaled_twice(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v * shares_of(scores, sinks).sigmoid()
+
+
+def scaled_and_read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    result = scores.softmax(-1) @ v
+    return result * shares_of(scores, sinks), result
+
+
+def scaled_by_what_is_read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    shares = shares_of(scores, sinks)
+    return scores.softmax(-1) @ v * shares, shares
+
+
+def scaled_by_queries(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The sum over queries, not keys."""
+    scores = q @ k.mT
+    shares = (torch.logsumexp(scores, dim=-2) - sinks.view(1, -1, 1)).sigmoid().unsqueeze(-1)
+    return scores.softmax(-1) @ v * shares
+
+
 def every_other(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     scores = q @ k.mT
     return torch.cat([scores, column(sinks, scores)], -1).softmax(-1)[..., :-1:2] @ v[:, :, ::2]
@@ -323,6 +390,11 @@ def two_columns(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         (twice, "beside its scores twice"),
         (read, "read elsewhere"),
         (every_other, "go through getitem"),
+        (scaled_the_other_way, "scores are read elsewhere"),
+        (scaled_twice, "scores are read elsewhere"),
+        (scaled_and_read, "scores are read elsewhere"),
+        (scaled_by_what_is_read, "scores are read elsewhere"),
+        (scaled_by_queries, "scores are read elsewhere"),
     ],
 )
 def test_anything_else_stays(run: Attention, reason: str) -> None:
