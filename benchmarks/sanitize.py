@@ -64,7 +64,7 @@ CASES = (
     Case("pointwise_pieces", "tests/kernels/test_pointwise_pieces.py"),
     Case("scale_update", "tests/kernels/test_scale_update.py"),
     Case("grouped_gemm", "tests/kernels/test_grouped_gemm.py"),
-    Case("grouped_wgrad", "tests/gpu/test_grouped_gemm.py", "integers or not_finite"),
+    Case("native_grouped_gemm", "tests/gpu/test_native_grouped_gemm.py", "integers or not_finite"),
     Case("fp8_attention", "tests/kernels/test_fp8_attention.py"),
     Case("dropout_mask", "tests/kernels/test_dropout_masks.py"),
     Case("dropout_attention", "tests/kernels/test_dropout_attention.py"),
