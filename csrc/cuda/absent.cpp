@@ -4,7 +4,7 @@
 namespace {
 
 te_status not_built() {
-  te_compile::set_last_error("te_compile was built without CUDA: no nvcc of 12.0 or later was found when csrc/ was built");
+  te_compile::set_last_error("te_compile was built without CUDA: no nvcc of 12.3 or later was found when csrc/ was built");
   return TE_NOT_BUILT;
 }
 

@@ -36,7 +36,7 @@ def missing(cuda: bool = False) -> str:
     """Why the core, or with ``cuda`` its CUDA part, cannot be used; "" if it can."""
     module, reason = _loaded()
     if module is not None and cuda and not module.cuda_built:
-        return "the C++ core was built without CUDA: found no nvcc of 12.0 or later; put one on the PATH, build again"
+        return "the C++ core was built without CUDA: found no nvcc of 12.3 or later; put one on the PATH, build again"
     return reason
 
 
