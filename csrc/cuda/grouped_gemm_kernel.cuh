@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     more_registers<kWide>();
     multiply<Split, T, A, B>(task, y, ring, ends);
   }
-  cluster_meets();  // nobody leaves while the other block's copies or arrivals may come
+  meet_cluster();  // nobody leaves while the other block's copies or arrivals may come
 }
 
 }  // namespace te_compile::grouped

@@ -52,7 +52,7 @@ struct Ring {
       }
       barriers_made();
     }
-    cluster_meets();
+    meet_cluster();
   }
 
   /// Waits until a stage may be written, and has its barrier wait for the copies; returns that.

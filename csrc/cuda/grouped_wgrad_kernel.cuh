@@ -140,7 +140,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     more_registers<kWide>();
     multiply<T, A, B>(task, y, ring);
   }
-  cluster_meets();  // nobody leaves while the other block's copies or arrivals may come
+  meet_cluster();  // nobody leaves while the other block's copies or arrivals may come
 }
 
 }  // namespace te_compile::grouped

@@ -5,11 +5,9 @@
 
 #include <cstdint>
 
-namespace te_compile {
+#include "cluster.hpp"
 
-__device__ __forceinline__ uint32_t shared_address(const void* x) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(x));
-}
+namespace te_compile {
 
 __device__ __forceinline__ void barrier_make(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -85,11 +83,6 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
       "r"(block)
       : "memory");
-}
-
-/// All threads of the cluster meet.
-__device__ __forceinline__ void cluster_meets() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ int block_of_cluster() {
