@@ -1,4 +1,4 @@
-"""What operators of attention on [B, S, H, D] give, as shapes and dtypes."""
+"""What operators of attention on [B, S, H, D] give, as shapes and dtypes, and how PyTorch's kernels read operands."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
 def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Fake dq, dk and dv, as ``q``, ``k`` and ``v``, contiguous."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """``x`` [..., D] with its features side by side, as PyTorch's kernels read queries, keys and values."""
+    return x if x.stride(-1) == 1 else x.contiguous()

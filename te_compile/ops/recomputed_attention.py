@@ -20,16 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
+from te_compile.ops.attention_shapes import side_by_side
 from te_compile.ops.library import define
 
 _ALIGNMENT = 8  # elements between rows of a bias: what PyTorch pads to before it calls a kernel
 _BIAS = 3  # the place of a bias among the arguments, where there is one
 _NAMES = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-
-
-def _laid_out(operand: Tensor) -> Tensor:
-    """A query, key or value whose features lie side by side."""
-    return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
 def _aligned(bias: Tensor) -> Tensor:
@@ -43,7 +39,7 @@ def _aligned(bias: Tensor) -> Tensor:
 def _with_sound_operands(kernel: OpOverload) -> Callable[..., Any]:
     @wraps(kernel)
     def call(*arguments: Any, **named: Any) -> Any:
-        given = [_laid_out(each) for each in arguments[:_BIAS]] + list(arguments[_BIAS:])
+        given = [side_by_side(each) for each in arguments[:_BIAS]] + list(arguments[_BIAS:])
         if len(given) > _BIAS and isinstance(given[_BIAS], Tensor):
             given[_BIAS] = _aligned(given[_BIAS])
         return kernel(*given, **named)

@@ -18,25 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_compile.ops.attention_shapes import side_by_side
 from te_compile.ops.library import define_composite
+from te_compile.ops.registry import Target
 from te_compile.ops.window_attention import beside_sinks, gradient_of_sinks
 
 _HALVES = (torch.bfloat16, torch.float16)
+_OLDEST = (8, 0)  # the first compute capability on which it takes both of these
 _ALIGNMENT = 8  # elements of 16 bits that the kernel reads at once
 
 
 def runs_on_the_efficient_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Does the memory-efficient kernel take such operands, [B, H, …, …] with as many heads each?"""
-    if query.device.type != "cuda" or torch.version.hip is not None or query.dtype not in _HALVES:
+    capability = Target.of(query.device).capability
+    if capability is None or capability < _OLDEST or query.dtype not in _HALVES:
         return False
     widths = (query.shape[3], value.shape[3], *(() if mask is None else (key.shape[2],)))
     # Inductor knows no layout for other numbers of keys that the backward pass reads.
     fits = all(isinstance(width, int) and width and width % _ALIGNMENT == 0 for width in widths)
     return fits and not torch.are_deterministic_algorithms_enabled()
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 class _OnTheEfficientKernel(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _OnTheEfficientKernel(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        operands = [_side_by_side(x) for x in (query, key, value)]
+        operands = [side_by_side(x) for x in (query, key, value)]
         out, padded, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
             *operands, mask, True, 0.0, causal, scale=scale
         )
@@ -73,7 +73,7 @@ class _OnTheEfficientKernel(torch.autograd.Function):
         learns = mask is not None and ctx.needs_input_grad[3]
         wanted = [*ctx.needs_input_grad[:3], learns]
         made = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _side_by_side(grad), query, key, value, mask, out, _in_blocks(total), seed, offset, 0.0, wanted, causal,
+            side_by_side(grad), query, key, value, mask, out, _in_blocks(total), seed, offset, 0.0, wanted, causal,
             scale=scale,
         )  # fmt: skip
         of_sinks = None

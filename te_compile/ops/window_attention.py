@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import registry
-from te_compile.ops.attention_shapes import attended, gradients
+from te_compile.ops.attention_shapes import attended, gradients, side_by_side
 from te_compile.ops.library import define, define_composite
 from te_compile.ops.registry import Target, Unsupported
 
@@ -127,11 +127,6 @@ def _check_flash(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported("queries, keys and values have heads of several widths")
 
 
-def _side_by_side(x: Tensor) -> Tensor:
-    """``x`` with its features side by side, as the kernels read them."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 @registry.register("window_attention_forward", FLASH, priority=10, check=_check_flash)
 def window_attention_flash(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
@@ -141,7 +136,7 @@ def window_attention_flash(
         return window_attention_reference(q, k, v, left, right, scale)
     length = q.shape[1]
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(_side_by_side, (q, k, v)), None, None, length, length, 0.0, False, False,
+        *map(side_by_side, (q, k, v)), None, None, length, length, 0.0, False, False,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out.contiguous(), logsumexp
@@ -166,7 +161,7 @@ def window_attention_backward_flash(
     # No dropout: the kernel does not look at the generator's state, which it wants all the same.
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     made = torch.ops.aten._flash_attention_backward(
-        *map(_side_by_side, (grad, q, k, v)), out, logsumexp, None, None, length, length, 0.0, False, state, state,
+        *map(side_by_side, (grad, q, k, v)), out, logsumexp, None, None, length, length, 0.0, False, state, state,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     dq, dk, dv = (gradient.contiguous() for gradient in made)

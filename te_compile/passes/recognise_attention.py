@@ -21,8 +21,8 @@ which softmax does not see. What is rounded then by much belongs to keys of litt
 and as far as scores make up for b, they are as large and the model itself rounded them. A bias that learns stays:
 slopes sum gradients times positions, where the roundings of a gradient in 16 bits do not cancel as the numbers do.
 
-Sinks (attention_sinks.py) are what queries look at where no key is for them; with them ``te::sink_attention`` takes the
-place. A row that a mask hides entirely has weights of zero then, and needs no care.
+Sinks (ops/sink_attention.py) are what queries look at where no key is for them; with them ``te::sink_attention`` takes
+the place. A row that a mask hides entirely has weights of zero then, and needs no care.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from te_compile.ops.sink_attention import SINK_ATTENTION, runs_on_the_efficient_
 from te_compile.ops.window_attention import EVERYTHING, WINDOW_ATTENTION, visible_within
 from te_compile.passes import manager
 from tests.compiling import compiled, cosine, relative_error
+from tests.sink_attention import plain
 
 HAS_FLASH = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 pytestmark = [
@@ -30,16 +31,6 @@ def drawn(
     shapes = [(rows, count, length, width) for count in (heads, keys)]
     shapes += [(rows, keys, length, value or width), (rows, heads, length, 1)]
     return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None = None) -> Tensor:
-    """In float64. mask: what is added, or bool."""
-    q, k, v, sinks = (x.double() for x in (q, k, v, sinks))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[3] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
-    return torch.cat([scores, sinks], 3).softmax(3)[..., :-1] @ v
 
 
 def agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 import te_compile
 from te_compile.ops.sink_attention import SINK_ATTENTION
 from te_compile.ops.window_attention import WINDOW_ATTENTION
-from te_compile.passes import attention_kernels
+from te_compile.passes import attention_kernels, step_cost
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.move_row_masks import move_row_masks
@@ -232,6 +232,7 @@ def test_on_flash_its_mask_goes_away(mask: Any, shown: tuple[int, int], means: s
     (attention,) = plan.attentions
     assert (attention.status, attention.mask, attention.mask_reason, attention.kernel) == ("sinks", means, "", kernel)
     assert not gm.graph.find_nodes(op="call_function", target=torch.arange)
+    assert step_cost._attention_time(attention, training=True) > 0
     agree(gm, examples, run, inputs, 1e-5)
 
 
@@ -295,6 +296,7 @@ def test_explain_tells_of_it() -> None:
     report = te_compile.explain(Block(), torch.randn(BATCH, LENGTH, 64))
     (row,) = report.attentions
     assert (row.status, row.runs_as, row.mask) == ("sinks", "attention with sinks, recognised", "folded_causal")
+    assert "attention with sinks, recognised" in report.to_html()
 
 
 # --------------------------------------------------------------------------------------------------------- leaves alone
