@@ -11,7 +11,7 @@ from te_compile.ops import registry
 from te_compile.ops.grouped_gemm import grouped_gemm_reference, grouped_wgrad_reference
 from te_compile.ops.quantize import transposed_reference
 from tests.compiling import relative_error
-from tests.gpu.test_grouped_gemm import BF16, E4M3, E5M2, LIMITS, SIZES, codes, drawn_ends, experts_of, number
+from tests.grouped_products import BF16, E4M3, E5M2, LIMITS, SIZES, codes, drawn_ends, experts_of, number
 
 pytestmark = [
     pytest.mark.gpu,

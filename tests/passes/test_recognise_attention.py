@@ -5,87 +5,35 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
 
-from te_compile.passes.drop_noop_casts import drop_noop_casts
-from te_compile.passes.drop_unread_operands import drop_unread_operands
-from te_compile.passes.follow_writes import follow_writes
-from te_compile.passes.recognise_attention import RECOGNISED, STAYS, recognise_attention
+from te_compile.passes.recognise_attention import STAYS
 from te_compile.passes.text import ops_text
-from tests.capturing import captured
-from tests.compiling import relative_error
+from tests.spelled_out import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    MINIMUM,
+    WIDTH,
+    Attention,
+    assert_recognised,
+    assert_stays,
+    causal_mask,
+    heads,
+    hidden,
+    masks_that_hide_rows,
+    operands,
+    padding_mask,
+    results,
+    rewritten,
+    shown_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-BATCH, HEADS, LENGTH, WIDTH = 2, 4, 12, 8
-MINIMUM = torch.finfo(torch.float32).min
-
-Attention = Callable[..., Any]
-
-
-def heads(heads: int = HEADS, length: int = LENGTH, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Queries, keys or values [B, H, S, D] that want a gradient."""
-    return torch.randn(BATCH, heads, length, width).to(dtype).requires_grad_()
-
-
-def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [heads(dtype=dtype) for _ in "qkv"]
-
-
-def rewritten(run: Attention, *inputs: Any) -> tuple[int, GraphModule, list[Any]]:
-    gm, examples = captured(run, *inputs)
-    for each in (drop_noop_casts, drop_unread_operands, follow_writes):
-        each(gm.graph)
-    count = recognise_attention(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    return count, gm, examples
-
-
-def results(run: Callable[..., Any], inputs: list[Any], leaves: list[Tensor]) -> list[Tensor]:
-    """The outputs of ``run`` and the gradients of ``leaves``."""
-    outputs = run(*inputs)
-    outputs = [y for y in (outputs if isinstance(outputs, (tuple, list)) else (outputs,)) if y.is_floating_point()]
-    loss = sum((y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum() for y in outputs)
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, leaves)]
-
-
-def assert_recognised(
-    run: Attention, *inputs: Any, tolerance: float = 1e-5, leaves: list[Tensor] | None = None
-) -> GraphModule:
-    """``run`` becomes one attention call and gives the same results and gradients, of all inputs or of ``leaves``."""
-    count, gm, examples = rewritten(run, *inputs)
-    assert count == 1, ops_text(gm.graph) + str([n.meta.get(STAYS) for n in gm.graph.nodes if STAYS in n.meta])
-    text = ops_text(gm.graph)
-    assert "softmax" not in text and "bmm" not in text and text.count("scaled_dot_product_attention(") == 1, text
-    (new,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    assert new.meta[RECOGNISED]
-    leaves = [x for x in inputs if x.requires_grad] if leaves is None else leaves
-    for got, wanted in zip(results(gm, examples, leaves), results(run, list(inputs), leaves), strict=True):
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape
-        if got.dtype == torch.float32:
-            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
-        else:  # where large numbers cancel, a small one is off by their roundings: judged beside the whole
-            assert relative_error(got, wanted) <= tolerance
-    return gm
-
-
-def assert_stays(reason: str, run: Attention, *inputs: Any) -> None:
-    """``run`` stays as it is, and its softmax says why."""
-    gm, _ = captured(run, *inputs)
-    drop_noop_casts(gm.graph)
-    before = ops_text(gm.graph)
-    assert recognise_attention(gm.graph) == 0
-    assert ops_text(gm.graph) == before
-    reasons = [node.meta[STAYS] for node in gm.graph.nodes if STAYS in node.meta]
-    assert len(reasons) == 1 and reason in reasons[0], reasons
-
 
 # --- forms ---------------------------------------------------------------------------------------------------------
 
@@ -230,27 +178,6 @@ def test_keys_of_one_head_are_broadcast() -> None:
 # --- masks and biases ----------------------------------------------------------------------------------------------
 
 
-def causal_mask(length: int = LENGTH) -> Tensor:
-    return torch.full((length, length), MINIMUM).triu(1)
-
-
-def padding_mask(hide_a_row: bool = True) -> Tensor:
-    """Hides the first keys of one sequence: with ``causal_mask``, its first queries see nothing."""
-    mask = torch.zeros(BATCH, 1, 1, LENGTH)
-    mask[0, ..., : 5 if hide_a_row else 0] = MINIMUM
-    mask[1, ..., -3:] = MINIMUM
-    return mask
-
-
-def shown_rows(mask: Tensor) -> Tensor:
-    """1 for the queries that see something under an added ``mask``, 0 for those that see nothing."""
-    return (mask.amax(-1, keepdim=True) > MINIMUM).float()
-
-
-def masks_that_hide_rows() -> list[Tensor]:
-    return [causal_mask().minimum(padding_mask()), torch.full((BATCH, 1, LENGTH, LENGTH), MINIMUM)]
-
-
 def test_an_added_mask_stays_added() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.softmax(q @ k.mT * 0.5 + mask, dim=-1) @ v
@@ -342,14 +269,6 @@ def test_alibi_through_baddbmm() -> None:
     assert ".reshape(l_q_" not in ops_text(gm.graph)
 
 
-def _hidden(rows: bool) -> Tensor:
-    hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.4
-    hidden[..., 3] = False
-    if rows:
-        hidden[0, :, 2:5] = True
-    return hidden
-
-
 FILLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_fill": lambda scores, hidden: scores.masked_fill(hidden, MINIMUM),
     "masked_fill by -1e9": lambda scores, hidden: scores.masked_fill(hidden, -1e9),
@@ -365,23 +284,23 @@ def test_overwritten_scores_pass_no_gradient_on_even_in_rows_hidden_entirely(fil
     def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, bias: Tensor) -> Tensor:
         return F.softmax(FILLS[fill](q @ k.mT * 0.3 + bias, hidden), dim=-1) @ v
 
-    assert_recognised(run, *operands(), _hidden(rows), torch.randn(HEADS, 1, LENGTH, requires_grad=True))
+    assert_recognised(run, *operands(), hidden(rows), torch.randn(HEADS, 1, LENGTH, requires_grad=True))
 
 
 def test_overwriting_with_minus_infinity_agrees_wherever_the_model_computes_a_number() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         return F.softmax((q @ k.mT).masked_fill(hidden, -math.inf), dim=-1) @ v
 
-    assert_recognised(run, *operands(), _hidden(False))
+    assert_recognised(run, *operands(), hidden(False))
 
 
 def test_two_masks_of_which_one_overwrites_agree() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
         return F.softmax(torch.where(hidden, MINIMUM, q @ k.mT) + mask, dim=-1) @ v
 
-    assert_recognised(run, *operands(), _hidden(False), torch.zeros(LENGTH))
+    assert_recognised(run, *operands(), hidden(False), torch.zeros(LENGTH))
     q, k, v = operands()
-    assert_recognised(run, q, k, v, _hidden(True), padding_mask(), leaves=[v])
+    assert_recognised(run, q, k, v, hidden(True), padding_mask(), leaves=[v])
 
 
 def test_a_constant_mask_that_hides_no_row_leaves_the_queries_alone() -> None:
@@ -402,99 +321,9 @@ def test_narrower_masks_are_widened_and_wider_ones_narrowed_only_where_they_are_
         return F.softmax(q @ k.mT + bias, dim=-1).to(v.dtype) @ v
 
     narrow = operands(torch.bfloat16)
-    assert_recognised(by_mask, *narrow, _hidden(False), tolerance=2e-2)
-    assert_recognised(by_mask, *narrow, _hidden(True), tolerance=2e-2, leaves=[narrow[2]])
+    assert_recognised(by_mask, *narrow, hidden(False), tolerance=2e-2)
+    assert_recognised(by_mask, *narrow, hidden(True), tolerance=2e-2, leaves=[narrow[2]])
     assert_recognised(by_bias, *operands(), torch.randn(LENGTH, LENGTH).bfloat16())
-
-
-# --- biases in float32 beside scores in 16 bits ----------------------------------------------------------------------
-
-
-def alibi() -> Tensor:
-    """Slopes times positions, counted from the last of 2048 as MPT does: bfloat16 cannot tell neighbours apart."""
-    slopes = 2.0 ** -torch.arange(1.0, HEADS + 1).view(HEADS, 1, 1)
-    first = int(torch.randint(-2047, -1000, ()))
-    return slopes * torch.arange(first, first + LENGTH)
-
-
-def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
-    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.3
-    scores = scores + bias[:, max(0, bias.size(1) - LENGTH) :, max(0, bias.size(2) - LENGTH) :]
-    scores = scores.masked_fill(hidden, torch.finfo(q.dtype).min)
-    weights = F.softmax(scores.float(), dim=-1).to(v.dtype)
-    return torch.matmul(F.dropout(weights, p=0.3, training=False), v)
-
-
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_alibi_in_float32_is_added_in_every_dtype(dtype: torch.dtype, rows: bool) -> None:
-    tolerance = 1e-3 if dtype == torch.float32 else 2e-2  # at -1000 float32 has steps of 6e-5
-    assert_recognised(_with_alibi, *operands(dtype), alibi(), _hidden(rows), tolerance=tolerance)
-
-
-def test_alibi_that_the_graph_makes_is_added_without_a_mask() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        slopes = 1.0 / torch.pow(2, torch.arange(1, HEADS + 1).float()).view(HEADS, 1, 1)
-        positions = torch.arange(1 - 2048, 1 - 2048 + LENGTH, dtype=torch.int32)
-        return F.softmax(q @ k.mT * 0.3 + positions * slopes, dim=-1).to(v.dtype) @ v
-
-    for dtype in (torch.bfloat16, torch.float16):
-        assert_recognised(run, *operands(dtype), tolerance=2e-2)
-
-
-def test_a_bias_in_float32_is_no_further_from_the_exact_result_than_the_model_is() -> None:
-    inputs = [*(x.detach() for x in operands(torch.bfloat16)), alibi(), _hidden(False)]
-    _, gm, examples = rewritten(_with_alibi, *inputs)
-    exact = _with_alibi(*(x if x.dtype == torch.bool else x.double() for x in inputs))
-    assert relative_error(gm(*examples)[0], exact) <= 1.5 * relative_error(_with_alibi(*inputs), exact)
-
-
-def test_an_added_mask_in_float32_hides_beside_a_bias_in_float32() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        return F.softmax(q @ k.mT * 0.5 + bias + mask, dim=-1).to(v.dtype) @ v
-
-    for mask in (causal_mask(), padding_mask(hide_a_row=False), causal_mask() / 3):
-        assert_recognised(run, *operands(torch.bfloat16), alibi(), mask, tolerance=2e-2)
-    for mask in masks_that_hide_rows():
-        q, k, v = operands(torch.bfloat16)
-        assert_recognised(run, q, k, v, alibi(), mask, tolerance=2e-2, leaves=[v])
-
-
-def test_keys_of_a_shifted_bias_lie_side_by_side() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return F.softmax(q @ k.mT + bias.permute(2, 0, 1), dim=-1).to(v.dtype) @ v
-
-    gm = assert_recognised(run, *operands(torch.bfloat16), torch.randn(LENGTH, LENGTH, HEADS) * 9, tolerance=2e-2)
-    (new,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    assert new.kwargs["attn_mask"].meta["example_value"].stride(-1) == 1
-
-
-def test_a_narrow_bias_that_learns_beside_a_wide_one_that_does_not_gets_its_gradient() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, fixed: Tensor, learned: Tensor) -> Tensor:
-        return F.softmax(q @ k.mT + fixed - learned, dim=-1).to(v.dtype) @ v
-
-    learned = torch.randn(HEADS, LENGTH, LENGTH).bfloat16().requires_grad_()
-    assert_recognised(run, *operands(torch.bfloat16), alibi(), learned, tolerance=2e-2)
-
-
-def test_a_wide_bias_stays_where_the_model_keeps_more_of_it_than_16_bits_would() -> None:
-    def with_wide_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return F.softmax(q.float() @ k.float().mT + bias, dim=-1).to(v.dtype) @ v
-
-    def by_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return F.softmax(q @ k.mT + bias, dim=-1).to(v.dtype) @ v
-
-    def by_slope(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: Tensor) -> Tensor:
-        return F.softmax(q @ k.mT + bias * slope, dim=-1).to(v.dtype) @ v
-
-    def by_factor(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor) -> Tensor:
-        return F.softmax((q @ k.mT + bias) * factor, dim=-1).to(v.dtype) @ v
-
-    narrow, slope = operands(torch.bfloat16), torch.rand(HEADS, 1, 1, requires_grad=True)
-    assert_stays("would be rounded", with_wide_scores, *narrow, alibi())
-    assert_stays("bias in torch.float32 that learns", by_bias, *narrow, alibi().clone().requires_grad_())
-    assert_stays("bias in torch.float32 that learns", by_slope, *narrow, alibi(), slope)
-    assert_stays("factor that learns", by_factor, *narrow, alibi(), slope.detach().requires_grad_())
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------
