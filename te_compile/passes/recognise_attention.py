@@ -387,9 +387,10 @@ class _Rewriter:
                 raise NotAttentionError(f"{why}; cast it in the model for a fused kernel, if that is exact enough")
             bias = self._narrowed(bias)
         if bias is not None and not statically_known_true(value_of(bias).shape[-1] == value_of(key).shape[-2]):
-            raise NotAttentionError(
-                "its bias is the same for every key; leave it out for a fused kernel: softmax cancels it"
-            )
+            advice = "leave it out for a fused kernel: softmax cancels it"
+            if sinks is not None:  # which it is not added to
+                advice = "expand it to the keys for a fused kernel beside sinks"
+            raise NotAttentionError(f"its bias is the same for every key; {advice}")
         if sinks is not None:
             return self._beside_sinks(query, key, value, bias, scale, sinks)
         dropout = self.found.dropout

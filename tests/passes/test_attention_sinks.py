@@ -371,6 +371,12 @@ def scaled_by_queries(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return scores.softmax(-1) @ v * shares
 
 
+def with_a_bias_of_each_query(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Which no softmax cancels that sinks are part of."""
+    scores = q @ k.mT + q.sum(-1, keepdim=True)
+    return torch.cat([scores, column(sinks, scores)], -1).softmax(-1)[..., :-1] @ v
+
+
 def every_other(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     scores = q @ k.mT
     return torch.cat([scores, column(sinks, scores)], -1).softmax(-1)[..., :-1:2] @ v[:, :, ::2]
@@ -392,6 +398,7 @@ def two_columns(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         (twice, "beside its scores twice"),
         (read, "read elsewhere"),
         (every_other, "go through getitem"),
+        (with_a_bias_of_each_query, "expand it to the keys"),
         (scaled_the_other_way, "scores are read elsewhere"),
         (scaled_twice, "scores are read elsewhere"),
         (scaled_and_read, "scores are read elsewhere"),
