@@ -34,8 +34,11 @@ def agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
     assert relative_error(got, wanted) < 1e-6
     grad = torch.randn_like(got)
     gradients = (torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True) for y in (got, wanted))
+    # A sink's gradient may sum over queries, and what cancels there leaves the roundings of what was added.
+    rounding = 2.0**-24 * float((grad * wanted).abs().sum())
     for one, other in zip(*gradients, strict=True):
-        assert one.shape == other.shape and relative_error(one, other) < 1e-5
+        assert one.shape == other.shape
+        assert (one.double() - other.double()).norm() < 1e-5 * other.double().norm() + rounding
 
 
 def causal() -> Tensor:
