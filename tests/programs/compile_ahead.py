@@ -30,7 +30,7 @@ from torch._inductor.async_compile import AsyncCompile
 from triton.runtime import _async_compile
 from triton.runtime.cache import get_cache_key
 
-from te_compile import compilers, prepared_kernels
+from te_compile import compilers, prepared_kernels, state
 from te_compile.kernels import ahead, compile_worker, native, norm_backward
 from te_compile.kernels import launch as launching
 from te_compile.ops import calibration, registry
@@ -176,7 +176,8 @@ def main(recipe: str, jobs: int) -> None:
         launched.append({})
         note_launches(launched[-1])
         run(x, targets)[0].backward()
-        calibration._waiting.clear()  # all scales are known, though no launch has written them
+        for waiting in (calibration._waiting, state._waiting):
+            waiting.clear()  # all scales are known, though no launch has written them
     both = {**expected[True], **expected[False]}
     hashes = {form: hash_of(launch) for form, launch in both.items()}
     if jobs:
