@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from te_compile.kernels.replay import Replayed
+from te_compile.kernels.scale_update import needs_table
 from te_compile.ops.gemm_into_grad import add_to_grad, into_grad
 from te_compile.ops.library import implementations
 from te_compile.ops.scaling import scale_update, update_alone
 
-BY_ADDRESS = {"snapshot"}
-"""Operators whose kernels find their tensors in tables of addresses, and which keep the same ones for life."""
+BY_ADDRESS = {"snapshot": lambda states, *_: needs_table(states)}
+"""Operators whose kernels may find their tensors in tables of addresses, and which then keep the same ones for life: by
+their names, whether a call's do."""
 
 
 class Choosing:
@@ -48,7 +50,7 @@ class Choosing:
 
 
 CALLS = SimpleNamespace(
-    **{name: Replayed(name, function, name in BY_ADDRESS) for name, function in implementations.items()}
+    **{name: Replayed(name, function, BY_ADDRESS.get(name, False)) for name, function in implementations.items()}
 )
 CALLS.gemm_into_grad = Choosing(into_grad, CALLS.gemm, Replayed("add_to_grad", add_to_grad))
 AGREED = Replayed("update_agreed", update_alone, repeats=True)

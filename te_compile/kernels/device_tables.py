@@ -46,6 +46,15 @@ def device_table(key: Hashable, build: Callable[[], Tensor], device: torch.devic
     return table
 
 
+def table_of_shapes(key: Hashable, build: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """:func:`device_table`, for what follows from shapes alone: calls of these shapes that are replayed (replay.py)
+    read the very table, for good."""
+    table = device_table(key, build, device)
+    if here.recorder is not None:
+        here.recorder.found(table)
+    return table
+
+
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n]: these addresses."""
     return device_table(addresses, lambda: torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)

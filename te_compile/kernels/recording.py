@@ -41,6 +41,9 @@ class Recorder(Protocol):
     def made(self, tensor: Tensor, make: Callable[[int, int], Tensor]) -> None:
         """``tensor`` is fresh memory; ``make(device, stream)`` makes the like of it again."""
 
+    def found(self, table: Tensor) -> None:
+        """``table`` is what every call of this kind reads."""
+
     def called(self, function: Callable[..., Any], arguments: Sequence[Any], kernel: Any = None) -> None:
         """``function`` was called with these, but with addresses for tensors and the stream for ``STREAM``.
 

@@ -87,6 +87,7 @@ class _Recording(TorchDispatchMode):
         self.makes: list[Callable[[int, int], Tensor]] = []
         self.steps: list[Step] = []
         self.kept: list[Tensor] = []
+        self.tables: set[int] = set()  # by their addresses, which are part of no kind
         self.complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,6 +99,10 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(tensor)
         self.makes.append(make)
 
+    def found(self, table: Tensor) -> None:
+        self.tables.add(table.data_ptr())
+        self.kept.append(table)
+
     def called(self, function: Callable[..., Any], arguments: Sequence[Any], kernel: Any = None) -> None:
         template, places = list(arguments), []
         for place, argument in enumerate(arguments):
@@ -107,6 +112,8 @@ class _Recording(TorchDispatchMode):
                 found = self._find(argument)
                 if found is not None:
                     places.append((place, *found))
+                elif argument.data_ptr() in self.tables:
+                    template[place] = argument.data_ptr()
                 elif self.by_address:
                     template[place] = argument.data_ptr()
                     self.kept.append(argument)
@@ -146,15 +153,19 @@ class _Recording(TorchDispatchMode):
 class Replayed:
     """A te:: operator's code, called as that is.
 
-    by_address: its kernels read a table made of its tensors' addresses, and each address is part of a call's kind.
+    by_address: its kernels read a table made of its tensors' addresses, and each address is part of a call's kind; or
+    whether they do, told from a call's positional arguments.
     repeats: one tensor may stand in several of its places, none of which it writes to.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], by_address: bool = False, repeats: bool = False
+        self,
+        name: str,
+        function: Callable[..., Any],
+        by_address: bool | Callable[..., bool] = False,
+        repeats: bool = False,
     ) -> None:
         self.name, self.function, self.by_address, self.repeats = name, function, by_address, repeats
-        self.address_bits = -1 if by_address else 15
         self.tapes: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.met: set[tuple[Any, ...]] = set()
         _operators.add(self)
@@ -183,13 +194,20 @@ class Replayed:
                 return self._first(kind, arguments, named)
         return self.function(*arguments, **named)
 
+    def _is_by_address(self, arguments: tuple[Any, ...]) -> bool:
+        return self.by_address if isinstance(self.by_address, bool) else self.by_address(*arguments)
+
+    def _address_bits(self, arguments: tuple[Any, ...]) -> int:
+        return -1 if self._is_by_address(arguments) else 15
+
     def _read(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Tensor], list[int], list[Any]]:
         """The tensors of a call, their addresses, and what its kind is told by."""
         tensors: list[Tensor] = []
         addresses: list[int] = []
         form: list[Any] = [*named]
-        _read(arguments, tensors, addresses, form, self.address_bits)
-        _read(named.values(), tensors, addresses, form, self.address_bits)
+        bits = self._address_bits(arguments)
+        _read(arguments, tensors, addresses, form, bits)
+        _read(named.values(), tensors, addresses, form, bits)
         return tensors, addresses, form
 
     @staticmethod
@@ -205,8 +223,9 @@ class Replayed:
         tape = self.tapes.get(kind)
         if tape is None:
             return None
-        alignments = tuple(address & self.address_bits for address in addresses)
-        return Binding(tape, _paths(arguments, named), self.address_bits, alignments, device, pending=kind[-1])
+        bits = self._address_bits(arguments)
+        alignments = tuple(address & bits for address in addresses)
+        return Binding(tape, _paths(arguments, named), bits, alignments, device, pending=kind[-1])
 
     def _first(self, kind: tuple[Any, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The first call of its kind, in which kernels are compiled and algorithms timed; the second is recorded."""
@@ -219,7 +238,7 @@ class Replayed:
         tensors, _, _ = self._read(arguments, named)
         if len(set(map(id, tensors))) < len(tensors):  # one in two roles: which is which would not show
             return self.function(*arguments, **named)
-        recording = _Recording(tensors, self.by_address, missing=kind[-1])
+        recording = _Recording(tensors, self._is_by_address(arguments), missing=kind[-1])
         with recording:
             here.recorder = recording
             try:

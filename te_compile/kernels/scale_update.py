@@ -8,6 +8,8 @@ writes it back one place further, with a barrier between, since one thread's pla
 
 Amaxes lie wherever they were measured, elsewhere in each step. A launch takes the addresses of ``ROWS`` rows and amaxes
 among its parameters, where a table of them, or the amaxes put together, would be one more thing to make at each step.
+So does the reading of a few rows: where one graph serves many blocks, which are compiled one by one, each call brings
+other states, and a table would have to be found for them each time.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ SKIPPED = tl.constexpr(1)
 HISTORY = tl.constexpr(2)
 SNAPSHOT_BLOCK = 256  # rows a program
 ROWS = 16  # that one launch updates
+FEW = 32  # rows that one launch reads by parameters
 
 
 @triton.jit(do_not_specialize_on_alignment=[f"{name}{at}" for name in ("row", "amax") for at in range(ROWS)])
@@ -66,11 +69,32 @@ def _update_kernel(
         tl.store(row + SKIPPED, tl.load(row + SKIPPED) + 1.0)
 
 
+@triton.jit(do_not_specialize_on_alignment=[f"row{at}" for at in range(FEW)])
+def _snapshot_few_kernel(
+    row0, row1, row2, row3, row4, row5, row6, row7, row8, row9, row10, row11, row12, row13, row14, row15, row16,
+    row17, row18, row19, row20, row21, row22, row23, row24, row25, row26, row27, row28, row29, row30, row31,
+    scales,
+):  # fmt: skip
+    rows = (
+        row0, row1, row2, row3, row4, row5, row6, row7, row8, row9, row10, row11, row12, row13, row14, row15, row16,
+        row17, row18, row19, row20, row21, row22, row23, row24, row25, row26, row27, row28, row29, row30, row31,
+    )  # fmt: skip
+    row = row0
+    for at in tl.static_range(1, len(rows)):
+        row = tl.where(tl.program_id(0) == at, rows[at], row)
+    tl.store(scales + tl.program_id(0), tl.load(row + SCALE))
+
+
 @triton.jit
 def _snapshot_kernel(row_addresses, scales, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(row_addresses + index, mask=index < count, other=0).to(tl.pointer_type(tl.float32))
     tl.store(scales + index, tl.load(rows + SCALE, mask=index < count, other=0.0), mask=index < count)
+
+
+def needs_table(states: Sequence[Tensor]) -> bool:
+    """Are these too many rows to be read without a table of their addresses?"""
+    return sum(state.shape[0] for state in states) > FEW
 
 
 def _row_table(states: Sequence[Tensor]) -> Tensor:
@@ -122,13 +146,18 @@ def update_scales(
 
 def snapshot_scales(states: Sequence[Tensor]) -> Tensor:
     """The scales of all rows of all states, one after the other, in a fresh tensor: fp32 [R]."""
+    count = sum(state.shape[0] for state in states)
     with on_device_of(states[0]):
-        rows = _row_table(states)
-        count = rows.numel()
-        scales = buffers.empty(states[0], (count,), torch.float32)
-        if count:
+        if needs_table(states):
+            table = _row_table(states)
+            scales = buffers.empty(states[0], (count,), torch.float32)
             launch(
-                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), rows, scales, count,
+                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), table, scales, count,
                 BLOCK=SNAPSHOT_BLOCK, num_warps=4,
             )  # fmt: skip
+            return scales
+        scales = buffers.empty(states[0], (count,), torch.float32)
+        rows = [row for state in states for row in _rows(state)]
+        if rows:
+            launch(_snapshot_few_kernel, count, *rows, *rows[:1] * (FEW - count), scales, num_warps=1)
     return scales

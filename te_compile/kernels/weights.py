@@ -9,8 +9,10 @@ copies 4.27 TB/s (read and written bytes together), which allows
 Without scales (or with some still 0) a first launch finds the amaxes and reads 2·N more.
 
 A program takes one tile of one weight. Which one, it reads from a map of tiles; where that weight lies and goes, from
-tables of addresses and shapes (device_tables.py). Loads stay 16 bytes wide because the launcher checks once that all
-addresses and row lengths allow it.
+tables of addresses and shapes. Those of shapes are kept (device_tables.py). Addresses of a few weights are parameters
+of the launch that clears the amaxes, which writes the table: weights that are gathered for each use (FSDP) lie
+elsewhere each time, and so do those of the blocks that share a graph. Loads stay 16 bytes wide because the launcher
+checks once that all addresses and row lengths allow it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
-from te_compile.kernels.device_tables import address_table, device_table
+from te_compile.kernels.device_tables import address_table, table_of_shapes
 from te_compile.kernels.launch import launch
 from te_compile.kernels.quantize import (
     TRITON_DTYPES,
@@ -49,6 +51,7 @@ TILE = Tile(128, 128, 8)
 FIELDS = tl.constexpr(8)
 NOT_WANTED = -1  # in place of a start
 CLEARED = 1024  # amaxes, by a program
+FEW = 16  # weights whose addresses are parameters
 
 
 @triton.jit
@@ -156,6 +159,34 @@ def _clear_kernel(amax, count, BLOCK: tl.constexpr):
     tl.store(amax + place, tl.zeros((BLOCK,), tl.float32), mask=place < count)
 
 
+@triton.jit(do_not_specialize_on_alignment=[f"weight{at}" for at in range(FEW)])
+def _begin_kernel(
+    weight0, weight1, weight2, weight3, weight4, weight5, weight6, weight7, weight8, weight9, weight10, weight11,
+    weight12, weight13, weight14, weight15,
+    table, amax, count,
+):  # fmt: skip
+    weights = (
+        weight0, weight1, weight2, weight3, weight4, weight5, weight6, weight7, weight8, weight9, weight10, weight11,
+        weight12, weight13, weight14, weight15,
+    )  # fmt: skip
+    for at in tl.static_range(len(weights)):
+        if at < count:
+            tl.store(table + at, weights[at].to(tl.int64))
+            tl.store(amax + at, 0.0)
+
+
+def _begin(weights: Sequence[Tensor], amax: Tensor) -> Tensor:
+    """Clear ``amax``, fp32 [n]; returns int64 [n], the addresses of the weights."""
+    count = len(weights)
+    if count > FEW:
+        launch(_clear_kernel, triton.cdiv(count, CLEARED), amax, count, BLOCK=CLEARED, num_warps=4)
+        return address_table(tuple(map(address_of, weights)), amax.device)
+    table = buffers.empty(amax, (count,), torch.int64)
+    given = [*weights, *[weights[0]] * (FEW - count)]
+    launch(_begin_kernel, 1, *given, table, amax, count, num_warps=1)
+    return table
+
+
 def _tile_counts(shapes: Sequence[tuple[int, int]], tile: Tile) -> list[int]:
     """How many programs each weight gets; an empty one gets one, which writes its multiplier."""
     return [max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)) for rows, columns in shapes]
@@ -212,10 +243,10 @@ def quantize_weights(
     target, epsilon, power_2 = rule_constants(rule, dtype)
     shapes = tuple((weight.shape[0], weight.shape[1]) for weight in weights)
     places = (shapes, tuple(row_starts), tuple(column_starts), tile)
-    addresses = tuple(map(address_of, weights))
+    aligned = all(address_of(weight) % 16 == 0 for weight in weights)
     constants = {
         "ELEMENT": TRITON_DTYPES[like.dtype],
-        "ALIGNED": all(at % 16 == 0 for at in addresses) and all(columns % 16 == 0 for _, columns in shapes),
+        "ALIGNED": aligned and all(columns % 16 == 0 for _, columns in shapes),
         "TILE_ROWS": tile.rows,
         "TILE_COLUMNS": tile.columns,
         "num_warps": tile.warps,
@@ -225,11 +256,10 @@ def quantize_weights(
         qt = buffers.empty(like, (column_length,), dtype)
         amax = buffers.empty(like, (count,), torch.float32)
         scale_inv = buffers.empty(like, (count, SCALE_STRIDE), torch.float32)
-        table = address_table(addresses, device)
-        geometry = device_table(("geometry", *places), lambda: geometry_of(*places), device)
-        tiles = device_table(("tiles", shapes, tile), lambda: tile_map(shapes, tile), device)
+        geometry = table_of_shapes(("geometry", *places), lambda: geometry_of(*places), device)
+        tiles = table_of_shapes(("tiles", shapes, tile), lambda: tile_map(shapes, tile), device)
         grid = tiles.numel()
-        launch(_clear_kernel, triton.cdiv(count, CLEARED), amax, count, BLOCK=CLEARED, num_warps=4)
+        table = _begin(weights, amax)
         if measure:
             launch(_measure_kernel, grid, table, geometry, tiles, scales, amax, **constants)
         launch(

@@ -139,9 +139,17 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     "product, bias": ("gemm", lambda: gemm("cublaslt", True, False)),
     "product, addend": ("gemm", lambda: gemm("cublaslt", False, True)),
     "norm, core": ("norm_quantize", lambda: norm("layer", "cuda", True)),
-    "snapshot": ("snapshot", lambda: (([STATES[0], STATES[1]],), {"implementation": "triton"})),
+    "snapshot": ("snapshot", lambda: (([torch.rand(2, 18, device="cuda"), STATES[0]],), {"implementation": "triton"})),
+    "snapshot by a table": ("snapshot", lambda: ((STATES,), {"implementation": "triton"})),
+    "weights": (
+        "quantize_weights",
+        lambda: (
+            ([matrix(64, 128), matrix(32, 48)], torch.rand(2, device="cuda"), E4M3, [True] * 2, [True] * 2, RULE),
+            {"implementation": "triton"},
+        ),
+    ),
 }
-STATES = [torch.rand(2, 18, device="cuda") for _ in range(2)]
+STATES = [torch.rand(17, 18, device="cuda") for _ in range(2)]
 OF_THE_CORE = {"product", "product, bias", "product, addend", "norm, core"}
 
 
@@ -186,7 +194,7 @@ def quantized(x: Tensor, used: Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("case", [pytest.param(c, marks=NEEDS_CORE if c in OF_THE_CORE else ()) for c in CALLS])
 def test_replays_give_the_bits_of_the_operators_code(case: str, placed: bool, by: str, calibrated: None) -> None:
     name, make = CALLS[case]
-    operator = Replayed(name, implementations[name], name in direct.BY_ADDRESS)
+    operator = Replayed(name, implementations[name], direct.BY_ADDRESS.get(name, False))
     replayed = operator.site() if placed else operator
     for _ in range(6):
         arguments, named = make()

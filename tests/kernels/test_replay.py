@@ -363,6 +363,45 @@ def test_tables_of_addresses_make_the_addresses_part_of_the_kind(core: Core) -> 
     assert len(ran) == 4  # twice for each
 
 
+def test_whether_addresses_are_part_of_the_kind_may_follow_from_the_call(core: Core) -> None:
+    def by_table(states: list[Tensor]) -> Tensor:
+        to = fresh(4)
+        if len(states) == 1:
+            native.call(core.axpy, 0, states[0], None, to, 1.0, 4, STREAM)
+            return to
+        with unrecorded():
+            table = torch.stack(states).sum(0)
+        native.call(core.axpy, 0, table, None, to, 1.0, 4, STREAM)
+        return to
+
+    replayed = Replayed("by_table", by_table, by_address=lambda states: len(states) > 1)
+    alike = [[torch.randn(4)] for _ in range(6)]
+    for states in alike:
+        torch.testing.assert_close(replayed(states), states[0])
+    assert len(replayed.tapes) == 1
+    for states in ([torch.randn(4), torch.randn(4)] for _ in range(3)):
+        for _ in range(3):
+            torch.testing.assert_close(replayed(states), states[0] + states[1])
+    assert len(replayed.tapes) == 4
+
+
+def test_tables_that_every_call_of_a_kind_reads_do_not_bind_a_place_to_its_tensors(core: Core) -> None:
+    ran, table = [], torch.randn(4)
+
+    def with_table(x: Tensor) -> Tensor:
+        ran.append(1)
+        if here.recorder is not None:
+            here.recorder.found(table)
+        to = fresh(4)
+        native.call(core.axpy, 0, x, table, to, 2.0, 4, STREAM)
+        return to
+
+    site, given = Replayed("with_table", with_table).site(), [torch.randn(4) for _ in range(6)]
+    for x in given:
+        torch.testing.assert_close(site(x), 2 * x + table)
+    assert site.bound and len(ran) == 2
+
+
 def test_an_error_leaves_nothing_behind(core: Core) -> None:
     def refuses(x: Tensor) -> Tensor:
         raise ValueError("no")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_compile.kernels.scale_update import snapshot_scales, update_scales
+from te_compile.kernels.scale_update import FEW, needs_table, snapshot_scales, update_scales
 from te_compile.ops.scaling import snapshot_reference, update_scales_reference
 from te_compile.recipe import DelayedScaling
 
@@ -97,11 +97,24 @@ def test_rows_of_a_larger_tensor_are_updated_in_place(device: str) -> None:
     assert not whole[::2].any() and not whole[:, 6:].any()
 
 
-def test_a_snapshot_is_every_scale_in_order_and_does_not_follow_updates(device: str) -> None:
-    several = [torch.rand(rows, 18, device=device) for rows in (*ROWS, 300)]
+@pytest.mark.parametrize("more", [0, 1, FEW - sum(ROWS), FEW - sum(ROWS) + 1, 300])
+def test_a_snapshot_is_every_scale_in_order_and_does_not_follow_updates(more: int, device: str) -> None:
+    several = [torch.rand(rows, 18, device=device) for rows in (*ROWS, more)]
+    assert needs_table(several) == (sum(ROWS) + more > FEW)
     scales = snapshot_scales(several)
     wanted = snapshot_reference(several)
     assert torch.equal(scales, wanted)
     for state in several:
         state.zero_()
     assert torch.equal(scales, wanted)
+
+
+def test_a_snapshot_of_no_rows_is_empty(device: str) -> None:
+    assert snapshot_scales([torch.rand(0, 18, device=device)]).shape == (0,)
+
+
+def test_a_few_rows_are_read_wherever_they_lie(device: str) -> None:
+    """Without a table, which would have to be found for other states each time."""
+    whole = torch.rand(9, 20, device=device)
+    several = [whole[1::2, :6], whole[:1, 3:9], whole[8:]]  # of all alignments
+    assert torch.equal(snapshot_scales(several), snapshot_reference(several))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels import device_tables
+from te_compile.kernels import weights as weights_kernel
 from te_compile.kernels.device_tables import address_table, device_table
 from te_compile.ops import calibration
 from te_compile.ops.quantize import padded
@@ -105,6 +106,27 @@ def test_a_table_is_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch, d
 
     monkeypatch.setattr(device_tables, "_add_table", forbidden)
     agrees(weights, None, E4M3, [True] * 4, [True] * 4)
+
+
+@pytest.mark.parametrize("count", [1, weights_kernel.FEW, weights_kernel.FEW + 1])
+def test_a_few_or_many_weights_get_the_bytes_of_the_reference(count: int, device: str) -> None:
+    weights = drawn([(16 * (1 + at % 3), 32) for at in range(count)], torch.bfloat16, device)
+    everywhere = [True] * count
+    agrees(weights, torch.rand(count, device=device) * 100 + 1, E4M3, everywhere, everywhere)
+
+
+def test_a_few_weights_that_lie_elsewhere_each_time_need_no_table(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """As those that FSDP gathers do: a table is copied by a thread, which waits for the GPU."""
+    agrees(drawn(SHAPES, torch.bfloat16, device), None, E4M3, [True] * 4, [True] * 4)
+
+    def forbidden(*_: object) -> Tensor:
+        raise AssertionError("a table was made for a few weights")
+
+    monkeypatch.setattr(device_tables, "_add_table", forbidden)
+    keep = []
+    for _ in range(3):
+        keep.append(drawn(SHAPES, torch.bfloat16, device))
+        agrees(keep[-1], None, E4M3, [True] * 4, [True] * 4)
 
 
 def test_tables_are_told_apart_by_contents_and_old_ones_go(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

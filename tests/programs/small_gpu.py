@@ -108,18 +108,24 @@ def attentions() -> None:
         fp8_attention(*operands, *[empty(dtype=FP32)] * 3, True, 0.1, BF16)
 
 
-def weights() -> None:
-    matrices = [empty(4096, 4096), empty(11008, 4096)]
-    flags = [True, True]
+def quantized(matrices: list[Tensor], scales: Tensor) -> tuple[Tensor, ...]:
+    flags = [True] * len(matrices)
     places = row_places(matrices, flags), column_places(matrices, flags)
     starts, lengths = zip(*places, strict=True)
+    return quantize_weights(matrices, scales, E4M3, *starts, *lengths, RULE, True)
+
+
+def weights() -> None:
+    quantized([empty(64, 64)] * 17, empty(17, dtype=FP32))
+    matrices = [empty(4096, 4096), empty(11008, 4096)]
     scales = empty(2, dtype=FP32)
-    outputs = quantize_weights(matrices, scales, E4M3, *starts, *lengths, RULE, True)
+    outputs = quantized(matrices, scales)
     shapes = tuple((each.shape[0], each.shape[1]) for each in matrices)
     layout = Layout((0, 1), (0, 0), shapes, shapes, (True, True), (True, True), E4M3, RULE)
     rows = [empty(1, 2, dtype=FP32) for _ in matrices]
     TritonRefresher(layout, outputs, rows, matrices)(matrices, True, False)
     scale_update.update_scales(rows, [scales], 448.0, RULE, "max")
+    scale_update.snapshot_scales(rows)
 
 
 def sums() -> None:
