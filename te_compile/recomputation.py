@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import innermost_fn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_compile.ops import agreement
 from te_compile.ops.scaling import SCALE, snapshot_reference
 
 _autograd = torch._C._autograd
@@ -66,7 +67,8 @@ class FirstPass:
             then[:, SCALE] = self.scales
             torch._foreach_copy_(states, then.split(rows))
         try:
-            yield
+            with agreement.unheard():
+                yield
         finally:  # a recomputation ends by an exception as soon as it has all that backward wants
             with torch.no_grad(), _disable_current_modes():
                 torch._foreach_copy_(states, now.split(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,7 +159,7 @@ class Runner:
         """Run the graph on the arguments that Dynamo passes."""
         again = None if self.memory is None else self.memory.of(args)
         if again is not None and not (self.signature.slots and checkpoints() is not None):
-            agreement.settle_before_reading()
+            self._settle(again.states)
             return self.head_start(again.states, again.copies, args)
         states = self._states(args) if self.positions else _States()
         if states.lack_scales():
@@ -181,8 +181,13 @@ class Runner:
     def _called(self, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         if self.signature.slots and (around := checkpoints()) is not None:
             return self._checkpointed(around, states, args)
-        agreement.settle_before_reading()
+        self._settle(states)
         return self.head_start(states, lambda: self._copies(args, states), args)
+
+    def _settle(self, states: Sequence[Tensor]) -> None:
+        """What is known of these states by now enters them, if this call trains."""
+        if self.signature.slots:
+            agreement.settle_before_reading(states)
 
     def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
         """A call inside of a checkpoint, which runs it once more (recomputation.py)."""
@@ -190,7 +195,7 @@ class Runner:
         weights = self._parameters([args[position] for position in self.positions])
         first = around.first_pass(weights)
         if first is None:
-            agreement.settle_before_reading()
+            self._settle(states)
             with _disable_current_modes():  # a checkpoint that selects what it saves counts operators; these run once
                 copies = self._copies(args, states)
                 around.leave(FirstPass.of(weights, own, self, copies))
@@ -252,13 +257,16 @@ class Runner:
         if training:
             found.tensors.extend(each.backward for each in states)
             if not isinstance(weights[0], FakeTensor):
-                agreement.remember([each.backward for each in states])
-            found.tensors.append(self._token_on(states[0].forward.device))
+                agreement.remember([tensor for each in states for tensor in (each.forward, each.backward)])
+            found.tensors.append(self._token_beside(states[0].forward))
             found.backward.extend(each.backward_number for each in states)
         return found
 
-    def _token_on(self, device: torch.device) -> Tensor:
-        """The input whose gradient carries the amaxes; its values are never read."""
-        if self.token is None or self.token.device != device:
-            self.token = new_token(self.signature.slots, device)
+    def _token_beside(self, state: Tensor) -> Tensor:
+        """The input whose gradient carries the amaxes; its values are never read. Beside a fake state it is fake, and
+        is not kept."""
+        if isinstance(state, FakeTensor):
+            return new_token(self.signature.slots, state.device)
+        if self.token is None or self.token.device != state.device:
+            self.token = new_token(self.signature.slots, state.device)
         return self.token

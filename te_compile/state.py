@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_compile.ops import agreement
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
 from te_compile.recipe import FP32_MAX, Format
@@ -374,6 +375,7 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
     if state is None:
         state = _create(parameter, history_length)
         state.only_loaded = True
+    agreement.let_go([state.forward, state.backward])
     with torch.inference_mode(False), torch.no_grad():
         state.forward.copy_(forward)
         state.backward.copy_(backward)

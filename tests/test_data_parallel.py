@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_compile.ops import agreement
 from te_compile.passes import manager
+from te_compile.runtime import Runner
+from te_compile.state import states_by_name
 from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -62,3 +67,18 @@ def test_nothing_is_said_without_data_parallelism(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "te_compile"):
         fast(torch.randn(4, WIDTH)).sum().backward()
     assert not any("DistributedDataParallel" in message for message in caplog.messages)
+
+
+def test_the_pieces_of_a_graph_agree_once_a_step(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are called with tensors that are there, though they were made by calls with fake ones."""
+    exchanges: list[int] = []
+    monkeypatch.setattr(agreement, "are_several", lambda: True)
+    monkeypatch.setattr(agreement, "agree", lambda amaxes: exchanges.append(amaxes.numel()))
+    model = Stack()
+    fast = compiled(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1), compiler="inductor")
+    for _ in range(3):
+        fast(torch.randn(4, WIDTH)).sum().backward()
+    assert exchanges == [9, 9, 9]  # of x, w and the gradient in each linear
+    assert all((state.scale > 0).all() for _, _, state in states_by_name(model))
+    runners = [each for each in gc.get_objects() if type(each) is Runner and each.token is not None]
+    assert runners and not any(isinstance(runner.token, FakeTensor) for runner in runners)

@@ -1,56 +1,64 @@
 """Data-parallel ranks agree on the amaxes of a step: each has seen its own data, and all take the largest.
 
-One all-reduce for what one update takes. In a forward pass the update waits for it. In a backward pass nothing reads
-the states any more (a snapshot was taken in the forward pass), but a forward pass that runs within it, as a reentrant
-checkpoint or a hook has it; that one has them updated first. Meanwhile, on the same communicator the gradients of the
-layers before are being exchanged: whoever waits for the amaxes waits for these, and the exchange, which is meant to go
-on behind the computation, stands in its way. A graph that is cut at its buckets, or compiled block by block, has an
-update in each piece. So the all-reduces of a backward pass are started where the amaxes are there, in the same order on
-all ranks, and what they were for is done when the pass ends: the exchange has to be over by then as well.
+One all-reduce for each step, at the end of its backward pass. Nothing reads a state before that once its amaxes are
+there: a forward pass has taken a snapshot of its scales, and the next one comes later. And nothing earlier would do as
+well. Whoever waits for an exchange in the middle waits for all that was begun on the communicator before, which is how
+parameters are gathered for the next layer and gradients exchanged for the last ones, meant to go on behind the
+computation. A graph that is cut at its buckets, or compiled block by block, has an update in each piece, and each would
+be a wait of this kind.
+
+Where a forward pass does read states whose amaxes wait, as that of a block which is used twice, or one that runs within
+the backward pass (a reentrant checkpoint, a hook), the ranks agree before it. Only a pass that trains asks for that:
+what one rank alone does without gradients, an evaluation, must not wait for the others, and reads what there is. What
+runs inside of CUDA graphs or compiled autograd is agreed on where it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Update = Callable[..., object]
 """Updates states, the first argument, by amaxes, the second, one for each of their rows; the others say how."""
 
 
 @dataclass
-class _Agreed:
-    """Amaxes that the ranks are taking the largest of, fp32 [rows of all states], and what is done with them."""
+class _Measured:
+    """Amaxes that this rank has seen, fp32 [rows of all states], and what is done with the largest of all ranks.
 
-    work: Any
+    ``stream``: the one that they were measured on; 0 on a CPU.
+    """
+
     amaxes: Tensor
     states: list[Tensor]
     update: Update
     how: tuple[str, ...]
-
-    def goes_with(self, other: _Agreed) -> bool:
-        """May one launch do both? It writes what lies on one device."""
-        return self.how == other.how and self.amaxes.device == other.amaxes.device
+    stream: int = 0
 
     def arrive(self) -> None:
-        """Have the stream, or the host, wait for the amaxes."""
-        self.work.wait()
-        if self.amaxes.is_cuda:
-            self.amaxes.record_stream(torch.cuda.current_stream(self.amaxes.device))
+        """Have the current stream wait for the amaxes."""
+        device = self.amaxes.device
+        if device.type == "cuda" and self.stream != torch._C._cuda_getCurrentRawStream(device.index):
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(torch.cuda.ExternalStream(self.stream, device))
+            self.amaxes.record_stream(current)
 
 
-class _Waiting(list[_Agreed]):
+class _Waiting(list[_Measured]):
     """What waits for the end of a backward pass, which holds it: one that fails takes it away."""
 
 
+_from_forwards = _Waiting()  # waits for the end of the next backward pass, whichever that is
 _waiting: WeakValueDictionary[int, _Waiting] = WeakValueDictionary()  # by the backward pass
+_awaited: dict[int, ref[_Waiting]] = {}  # by the address of a state, where its amaxes wait
 
 
 def are_several() -> bool:
@@ -64,7 +72,9 @@ def agree(amaxes: Tensor) -> None:
     torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX)
 
 
-_lasting: dict[int, ref[Tensor]] = {}  # states that outlive a backward pass, by their addresses
+# --- which states may be updated later ------------------------------------------------------------------------------
+
+_lasting: dict[int, ref[Tensor]] = {}  # states that outlive a pass, by their addresses
 
 
 def remember(states: Sequence[Tensor]) -> None:
@@ -86,58 +96,141 @@ def are_lasting(states: Sequence[Tensor]) -> bool:
 
 
 def may_wait(states: Sequence[Tensor], amaxes: Tensor) -> bool:
-    """Is this part of a backward pass at whose end ``states`` can be updated? One that is captured into a CUDA graph,
-    or run by compiled autograd, ends elsewhere than where it says."""
-    if torch._C._current_graph_task_id() == -1 or torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+    """May ``states`` be updated at the end of a backward pass? One that is captured into a CUDA graph, or run by
+    compiled autograd, ends elsewhere than where it says."""
+    if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
         return False
     return are_lasting(states) and not (amaxes.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def agree_by_the_end(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple[str, ...]) -> None:
-    """Start to agree on ``amaxes``, fp32 [R], and have ``states`` updated by them at the end of the backward pass.
+# --- what was measured twice ----------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    repeats = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """In here this thread runs once more what has been run and measured: nobody is told of its amaxes."""
+    before, _thread.repeats = _thread.repeats, True
+    try:
+        yield
+    finally:
+        _thread.repeats = before
+
+
+def is_unheard() -> bool:
+    """Is that so?"""
+    return _thread.repeats
+
+
+# --- waiting, and the end of it -------------------------------------------------------------------------------------
+
+
+def agree_later(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple[str, ...]) -> None:
+    """Have the ranks agree on ``amaxes``, fp32 [R], and ``states`` updated by them, at the end of the backward pass:
+    of this one or, in a forward pass, of the next one.
 
     states: fp32, R rows in all. Updates that are told the same ``how`` may be done in one. ``amaxes`` is the caller's
-    to give away. Raises what the process group raises; what arrives late, the backward pass raises at its end.
+    to give away. What the process group raises, the backward pass raises at its end.
     """
-    work = torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, async_op=True)
+    device = amaxes.device
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    waiting = _of_this_pass()
+    waiting.append(_Measured(amaxes, states, update, how, stream))
+    _awaited.update(dict.fromkeys([state.data_ptr() for state in states], ref(waiting)))
+
+
+def _of_this_pass() -> _Waiting:
     backward_pass = torch._C._current_graph_task_id()
+    if backward_pass == -1:
+        return _from_forwards
     waiting = _waiting.get(backward_pass)
     if waiting is None:
         waiting = _waiting[backward_pass] = _Waiting()
         torch.autograd.Variable._execution_engine.queue_callback(partial(_settle, waiting))
-    waiting.append(_Agreed(work, amaxes, states, update, how))
+    return waiting
 
 
-def settle_before_reading() -> None:
-    """For a forward pass, which is about to read states: update what waits, if it runs within a backward pass."""
-    if _waiting and torch._C._current_graph_task_id() != -1:
-        for waiting in list(_waiting.values()):  # of this pass, and of those that it runs within
-            _settle(waiting)
+def settle_before_reading(states: Sequence[Tensor]) -> None:
+    """For a forward pass that trains, which is about to read ``states``: if their amaxes wait, update all that does.
+
+    Fake ones, of a compiler's dry run, are nobody's.
+    """
+    if not _awaited or isinstance(states[0], FakeTensor):
+        return
+    in_backward = torch._C._current_graph_task_id() != -1
+    passes = list(_waiting.values()) if in_backward else []  # this one, and those that it runs within
+    known = {id(_from_forwards), *map(id, passes)}
+    if any(_waits(state.data_ptr(), known) for state in states) and not _is_captured(states[0]):
+        _settle(*passes)
+
+
+def _waits(address: int, known: set[int]) -> bool:
+    """Do amaxes of the state at ``address`` wait, for one of the passes that are ``known`` by their identities?"""
+    where = _awaited.get(address)
+    waiting = None if where is None else where()
+    return bool(waiting) and id(waiting) in known
+
+
+def _is_captured(state: Tensor) -> bool:
+    """Is this call captured into a CUDA graph, which would do the updates of before once more at each replay?"""
+    return state.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()
-def _settle(waiting: _Waiting) -> None:
-    """Do the updates of a backward pass, in their order and as few at a time as that allows."""
-    arriving: list[_Agreed] = []
-    with suppress(IndexError):  # one by one, for a pass on several devices has several threads, which may all do this
-        while True:
-            arriving.append(waiting.pop(0))
+def _settle(*several: _Waiting) -> None:
+    """Agree on what waits for these backward passes, and for any, and do the updates, in their order and as few at a
+    time as that allows."""
+    arriving: list[_Measured] = []
+    for waiting in (_from_forwards, *several):
+        with suppress(IndexError):  # one by one, for a pass on several devices has several threads, which may do this
+            while True:
+                arriving.append(waiting.pop(0))
     for each in arriving:
+        for state in each.states:
+            _awaited.pop(state.data_ptr(), None)
         each.arrive()
-    for batch in _batches(arriving):
-        states = [state for each in batch for state in each.states]
-        batch[0].update(states, [each.amaxes for each in batch], *batch[0].how)
+    for device in dict.fromkeys(each.amaxes.device for each in arriving):
+        _settle_on([each for each in arriving if each.amaxes.device == device])
 
 
-def _batches(waiting: Sequence[_Agreed]) -> list[list[_Agreed]]:
-    """What may be done at once: updates that go together, each state once, for one launch writes them all."""
-    batches: list[list[_Agreed]] = []
+def _settle_on(arriving: Sequence[_Measured]) -> None:
+    """What lies on one device: one exchange, if there are other ranks still, and one amax after the other, so that each
+    update finds those of its own in one tensor."""
+    together = arriving[0].amaxes if len(arriving) == 1 else torch.cat([each.amaxes for each in arriving])
+    if are_several():
+        agree(together)
+    batches = _batches(arriving)
+    sizes = [sum(each.amaxes.numel() for each in batch) for batch in batches]
+    for batch, amaxes in zip(batches, together.split(sizes), strict=True):
+        batch[0].update([state for each in batch for state in each.states], [amaxes], *batch[0].how)
+
+
+def _batches(waiting: Sequence[_Measured]) -> list[list[_Measured]]:
+    """What may be done at once: updates that are told the same, each state once, for one launch writes them all."""
+    batches: list[list[_Measured]] = []
     taken: set[int] = set()
     for each in waiting:
         states = {state.data_ptr() for state in each.states}
-        if not batches or not batches[-1][0].goes_with(each) or states & taken:
+        if not batches or batches[-1][0].how != each.how or states & taken:
             batches.append([])
             taken = set()
         batches[-1].append(each)
         taken |= states
     return batches
+
+
+def let_go(states: Sequence[Tensor]) -> None:
+    """``states`` are written otherwise: what waits for them is agreed on all the same, as other ranks expect, and then
+    dropped."""
+    gone = {state.data_ptr() for state in states}
+    for waiting in (_from_forwards, *_waiting.values()):
+        for each in list(waiting):
+            each.states = [state.clone() if state.data_ptr() in gone else state for state in each.states]
+    for address in gone:
+        _awaited.pop(address, None)

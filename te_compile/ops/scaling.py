@@ -15,8 +15,8 @@ lets the others read the state after all (passes/read_scales_in_place.py).
     amax = 0          nothing changes
     else              the history rolls, and the scale becomes the recipe's formula for its maximum (or for this amax)
 
-With several ranks, each seeing its own data, all take the largest amax first, in one all-reduce for all states
-(agreement.py).
+With several ranks, each seeing its own data, all take the largest amax first, in one all-reduce for all states of a
+step, at its end (agreement.py).
 """
 
 from __future__ import annotations
@@ -131,10 +131,12 @@ def scale_update(
         if not asks_others(_delayed(recipe)):
             alone(states, amaxes, direction, recipe, implementation)
             return
+        if agreement.is_unheard():
+            return
         flat, how = flattened(amaxes), (direction, recipe, implementation)
         update = agreed or update_alone
-        if direction == BACKWARD and not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
-            agreement.agree_by_the_end(flat, states, update, how)
+        if not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
+            agreement.agree_later(flat, states, update, how)
             return
         agreement.agree(flat)
         update(states, [flat], *how)
