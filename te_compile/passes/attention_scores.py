@@ -16,44 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
 from te_compile.passes.contractions import Contraction, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
-from te_compile.passes.side_effects import may_change, writers_of
+from te_compile.passes.mask_numbers import DIFFERENCES, FILLS, HIDDEN, PRODUCTS, QUOTIENTS, SUMS, number_in
 
-HIDDEN = -1e4
-"""What is at most this is a score that hides: e^x of it is zero beside any score that is not."""
-
-HIDES_A_ROW = HIDDEN / 2
-"""A row of masks that is nowhere above this hides all its keys; the half, for -1e4 in bfloat16 is -9984."""
-
-SWALLOWS = -1e30
-"""A number that is at most this leaves nothing of a score that it is added to."""
-
-PRODUCTS = {operator.mul, operator.imul, torch.mul, "mul", "mul_", "multiply"}
-QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", "true_divide"}
-_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_DIFFERENCES = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
-_FILLS = {torch.masked_fill, "masked_fill", "masked_fill_"}
 _CONCATENATIONS = ("cat", "concat", "concatenate")
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}
-_SAME_VALUES = {
-    "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute",
-    "contiguous", "clone", "detach", "repeat", operator.getitem, torch.unsqueeze, torch.squeeze, torch.reshape,
-}  # fmt: skip
-_ENDS = {  # what these return hides nothing, whatever they are given
-    F.linear, torch._C._nn.linear, torch.matmul, operator.matmul, torch.bmm, torch.baddbmm, torch.einsum, F.embedding,
-    F.softmax, F.layer_norm, "matmul", "bmm", "baddbmm", "softmax",
-}  # fmt: skip
-_FILLED: dict[Any, float | None] = {
-    torch.zeros: 0.0, torch.zeros_like: 0.0, "new_zeros": 0.0, torch.ones: 1.0, torch.ones_like: 1.0, "new_ones": 1.0,
-    torch.full: None, torch.full_like: None, "new_full": None, torch.tensor: None, torch.scalar_tensor: None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,88 +125,6 @@ def same_sizes(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
-def most_that_swallows(dtype: torch.dtype) -> float:
-    """The largest number of a mask of ``dtype`` that leaves nothing of a score: its smallest, where that is no -1e30.
-
-    A mask may be scaled with the scores, so that its smallest number has become another.
-    """
-    return max(torch.finfo(dtype).min, SWALLOWS)
-
-
-def number_in(node: Any, changes: dict[Node, bool] | None = None) -> float | None:
-    """The one number that ``node`` is, or that all elements of the tensor ``node`` are; None if not known.
-
-    changes: what ``may_change`` remembers, here and below.
-    """
-    if isinstance(node, (int, float)) and not isinstance(node, bool):
-        return float(node)
-    while isinstance(node, Node) and (node.target in _SAME_VALUES or is_cast(node)):
-        node = node.args[0] if node.args else None
-    if not isinstance(node, Node) or node.target not in _FILLED or may_change(node, changes):
-        return None
-    known = _FILLED[node.target]
-    if known is not None:
-        return known
-    value = argument(node, 0, "data") if node.target is torch.tensor else argument(node, 1, "fill_value")
-    value = argument(node, 0, "s") if node.target is torch.scalar_tensor else value
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _inputs(tensor: Node) -> list[Any]:
-    return [*tensor.args, *tensor.kwargs.values()]
-
-
-def _behind(tensor: Node, changes: dict[Node, bool]) -> Iterator[Node]:
-    """``tensor`` and what it is made from, but for what hides nothing whatever it is made from."""
-    waiting, seen = [tensor], {tensor}
-    while waiting:
-        node = waiting.pop()
-        if node.target in _ENDS:
-            continue
-        yield node
-        is_written_to = node.op != "placeholder" and may_change(node, changes)
-        made_of = [*node.all_input_nodes, *(writers_of(node) if is_written_to else ())]
-        new = [each for each in made_of if each not in seen]
-        seen.update(new)
-        waiting.extend(new)
-
-
-def numbers_behind(tensor: Node, changes: dict[Node, bool]) -> Iterator[float]:
-    """The numbers that ``tensor`` is made from and that, added to scores, could hide them. Whole ones that are positive
-    are sizes and positions."""
-    for node in _behind(tensor, changes):
-        for each in _inputs(node) if node.op != "placeholder" else ():
-            if isinstance(each, float) and abs(each) >= -HIDDEN:
-                yield each
-            elif isinstance(each, int) and each <= HIDDEN:
-                yield float(each)
-
-
-def may_hide(tensor: Node, changes: dict[Node, bool]) -> bool:
-    """Can ``tensor``, added to scores, hide any? Not if it is made of parameters, products and small numbers alone."""
-    for node in _behind(tensor, changes):
-        value = value_of(node)
-        is_given = node.op == "placeholder" and isinstance(value, Tensor)
-        if is_given and value.is_floating_point() and not value.requires_grad:
-            return True
-    return any(True for _ in numbers_behind(tensor, changes))
-
-
-def is_zero_or_hidden(tensor: Any, changes: dict[Node, bool]) -> bool:
-    """Is every element of ``tensor`` zero or a number that hides, by the way it was made?"""
-    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES and not may_change(tensor, changes):
-        tensor = tensor.args[0]
-    if not isinstance(tensor, Node) or may_change(tensor, changes):
-        return False
-    if tensor.target is torch.where and len(tensor.args) == 3:
-        choices = [number_in(each, changes) for each in tensor.args[1:]]
-    elif tensor.target in _FILLS and len(tensor.args) == 3:
-        choices = [number_in(tensor.args[0], changes), number_in(tensor.args[2], changes)]
-    else:
-        return False
-    return all(choice is not None and (choice == 0 or choice <= HIDDEN) for choice in choices)
-
-
 def _is_scores(node: Any, like: Node) -> TypeGuard[Node]:
     return (
         is_tensor(node)
@@ -287,9 +177,11 @@ def drops_sinks(node: Node, weights: Node, sinks: Sinks) -> bool:
     if not same_sizes(before[:-1], after[:-1]) or not statically_known_true(after[-1] == before[-1] - 1):
         return False
     index: Any = node.args[1]
-    columns = index[-1] if isinstance(index, tuple) else None
+    *others, columns = index if isinstance(index, tuple) and index else (None,)
     if not isinstance(columns, slice) or columns.step not in (None, 1):
         return False
+    if not all(each is Ellipsis or (isinstance(each, slice) and each == slice(None)) for each in others):
+        return False  # of the same sizes, maybe, and in another order
     return columns.start in ((1,) if sinks.first else (None, 0))
 
 
@@ -310,7 +202,7 @@ def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
 def _addend(node: Node) -> Iterator[tuple[Node, Step | None]]:
     if len(node.args) != 2 or node.kwargs:
         return
-    negative = node.target in _DIFFERENCES
+    negative = node.target in DIFFERENCES
     for scores, tensor in (node.args,) if negative or writes(node) else (node.args, node.args[::-1]):
         if _is_scores(scores, node) and isinstance(tensor, (int, float)) and tensor == 0:
             yield scores, None  # what a model adds for a part that is switched off
@@ -340,7 +232,7 @@ def _view(node: Node) -> Iterator[tuple[Node, Step | None]]:
 
 def _steps(node: Node) -> Iterator[tuple[Node, Step | Sinks | Shift | None]]:
     """(scores, what ``node`` does to them), for every operand of ``node`` that may be the scores."""
-    if node.target in _DIFFERENCES:
+    if node.target in DIFFERENCES:
         yield from _shift(node)
     if called(node) in _CONCATENATIONS:
         yield from _sinks(node)
@@ -350,9 +242,9 @@ def _steps(node: Node) -> Iterator[tuple[Node, Step | Sinks | Shift | None]]:
             yield source, None
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         yield from _factor(node)
-    elif node.target in _SUMS or node.target in _DIFFERENCES:
+    elif node.target in SUMS or node.target in DIFFERENCES:
         yield from _addend(node)
-    elif node.target in _FILLS or node.target is torch.where:
+    elif node.target in FILLS or node.target is torch.where:
         yield from _fill(node)
     elif node.target in _RESHAPES:
         yield from _view(node)

@@ -29,8 +29,9 @@ from torch.fx.node import map_arg
 from torch.nn import Parameter
 
 from te_compile.passes.attention_calls import attention_calls
-from te_compile.passes.attention_scores import HIDDEN, HIDES_A_ROW, most_that_swallows, same_sizes
+from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.mask_numbers import HIDDEN, HIDES_A_ROW, most_that_swallows
 from te_compile.passes.names import input_name
 from te_compile.passes.prove_masks import Window, proven_meaning, proven_window
 from te_compile.passes.regions import Region

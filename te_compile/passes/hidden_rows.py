@@ -20,19 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from te_compile.passes.attention_scores import (
-    HIDDEN,
-    HIDES_A_ROW,
-    SWALLOWS,
-    Addend,
-    Factor,
-    Fill,
-    NotAttentionError,
-    Step,
-    may_hide,
-    numbers_behind,
-)
+from te_compile.passes.attention_scores import Addend, Factor, Fill, NotAttentionError, Step
 from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.mask_numbers import HIDDEN, HIDES_A_ROW, SWALLOWS, may_hide, numbers_behind
 
 _KEEPS_A_SCORE = 2.0**-8  # a mask times its dtype's eps: half of that is how far it moves what it is added to
 _FORGETS_A_SCORE = 32.0  # swallows any score up to 8 at least: -1e9 in float32, -1e4 in bfloat16

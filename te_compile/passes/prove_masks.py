@@ -25,15 +25,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.passes.attention_scores import (
-    HIDDEN,
-    PRODUCTS,
-    QUOTIENTS,
-    most_that_swallows,
-    number_in,
-    same_sizes,
-)
+from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
+from te_compile.passes.mask_numbers import HIDDEN, PRODUCTS, QUOTIENTS, most_that_swallows, number_in
 from te_compile.passes.side_effects import may_change
 
 _ALL = slice(None, None, None)

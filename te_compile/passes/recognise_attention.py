@@ -39,7 +39,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.ops.sink_attention import SINK_ATTENTION
 from te_compile.passes.attention_scores import (
-    HIDES_A_ROW,
     SCORES_ARE_READ,
     Addend,
     Factor,
@@ -50,9 +49,6 @@ from te_compile.passes.attention_scores import (
     Step,
     UnusualScoresError,
     drops_sinks,
-    is_zero_or_hidden,
-    may_hide,
-    number_in,
     same_sizes,
     scores_behind,
 )
@@ -62,6 +58,7 @@ from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.hidden_rows import forgets_its_scores, hides, number_to_fill_with
+from te_compile.passes.mask_numbers import HIDES_A_ROW, is_zero_or_hidden, may_hide, number_in
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.writing import Writer
@@ -169,7 +166,7 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
         is_unusual = isinstance(error, UnusualScoresError)
     try:
         output = _output_of(softmax, None if scores is None else scores.sinks)
-        if scores is not None and scores.sinks is None:
+        if scores is not None and scores.sinks is None and not scores.is_shifted:
             output, scores.sinks = _scaled(softmax, output)
             problems = [] if scores.sinks is not None else problems
     except NotAttentionError as error:

@@ -46,6 +46,8 @@ def scaled_by_sinks(softmax: Node, result: Node) -> Scaled | None:
         user = next(iter(share.users))
         if user is scaled:
             break
+        if user.target in _DIFFERENCES and user.kwargs:
+            return None  # torch.sub(logsumexp, sinks, alpha=2)
         if sinks is None and user.target in _DIFFERENCES and len(user.args) == 2 and user.args[0] is share:
             sinks, is_column = user.args[1], value_of(user).dim() == dimensions
         elif not (_is_cast_or_column(user, logarithm) or (sinks is not None and called(user) == "sigmoid")):
@@ -54,7 +56,7 @@ def scaled_by_sinks(softmax: Node, result: Node) -> Scaled | None:
         share = user
     if len(share.users) != 1 or not is_tensor(sinks) or [called(node) for node in nodes].count("sigmoid") != 1:
         return None
-    if scaled.target not in _PRODUCTS or set(scaled.args) != {result, share} or writes(scaled):
+    if scaled.target not in _PRODUCTS or set(scaled.args) != {result, share} or scaled.kwargs or writes(scaled):
         return None
     if not _lies_along(share, result, scaled) or value_of(sinks).dim() > dimensions - (not is_column):
         return None

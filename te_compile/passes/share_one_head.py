@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.side_effects import may_change
 from te_compile.passes.undo_repeated_heads import why_not_shared
 
 SHARED = "te_shared_head"
@@ -39,11 +41,13 @@ def _broadcasts_one_head(attention: Node) -> bool:
 
 def share_one_head(graph: Graph) -> int:
     """Have attentions that broadcast a head of keys and values share it; returns how many do now."""
-    count = 0
+    count, changes = 0, dict[Node, bool]()
     for attention in attention_calls(graph):
         if not _broadcasts_one_head(attention):
             continue
         why = why_not_shared(attention)
+        if not why and torch.is_grad_enabled() and may_change(attention, changes):
+            why = "its result is changed in place, and fused kernels read it for gradients; write to a copy"
         if why:
             attention.meta[BROADCAST] = why
             continue

@@ -367,6 +367,25 @@ def scaled_by_what_is_read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tu
     return scores.softmax(-1) @ v * shares, shares
 
 
+def scaled_and_shifted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """What is summed up is not what softmax may forget."""
+    scores = q @ k.mT
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.softmax(-1) @ v * shares_of(scores, sinks)
+
+
+def scaled_by_twice_the_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    shares = torch.sub(scores.logsumexp(-1), sinks.view(1, -1, 1), alpha=2).sigmoid().unsqueeze(-1)
+    return scores.softmax(-1) @ v * shares
+
+
+def of_heads_in_another_order(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    order = torch.arange(HEADS - 1, -1, -1)
+    return torch.cat([scores, column(sinks, scores)], -1).softmax(-1)[:, order, :, :-1] @ v
+
+
 def scaled_by_queries(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """The sum over queries, not keys."""
     scores = q @ k.mT
@@ -401,6 +420,9 @@ def two_columns(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         (twice, "beside its scores twice"),
         (read, "read elsewhere"),
         (every_other, "go through getitem"),
+        (of_heads_in_another_order, "go through getitem"),
+        (scaled_and_shifted, "scores are read elsewhere"),
+        (scaled_by_twice_the_sinks, "scores are read elsewhere"),
         (with_a_bias_of_each_query, "expand it to the keys"),
         (scaled_the_other_way, "scores are read elsewhere"),
         (scaled_twice, "scores are read elsewhere"),

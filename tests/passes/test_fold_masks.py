@@ -124,6 +124,20 @@ def written_into_by_position(x: Tensor) -> Tensor:
     return mask == 1
 
 
+def written_into_a_copy(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    zeros = torch.zeros(1).repeat(x.shape[1])
+    zeros[2] = 2.0
+    return torch.where(k <= q, zeros, float("-inf"))
+
+
+def filled_into_a_written_copy(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    zeros = torch.zeros(x.shape[1], x.shape[1]).clone()
+    zeros[:, 2] = 2.0
+    return zeros.masked_fill(k > q, float("-inf"))
+
+
 def of_bytes(x: Tensor) -> Tensor:
     """Differences of bytes are never negative: it hides nothing."""
     at = torch.arange(x.shape[1], dtype=torch.uint8)
@@ -177,7 +191,8 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("mask", [
     window, from_data, written_into, written_into_flat, written_into_data, written_into_turned,
-    written_into_by_position, a_triangle_without_a_row, a_bias, far_below, far_above,
+    written_into_by_position, written_into_a_copy, filled_into_a_written_copy, a_triangle_without_a_row, a_bias,
+    far_below, far_above,
 ])  # fmt: skip
 def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
@@ -187,7 +202,8 @@ def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed:
 
 @pytest.mark.parametrize(("mask", "expected"), [
     (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (window, 0), (from_data, 0), (far_below, 0),
-    (written_into_flat, 0), (of_bytes, 0), (of_truths, 0), (a_triangle_without_a_row, 0),
+    (written_into_flat, 0), (written_into_a_copy, 0), (filled_into_a_written_copy, 0),
+    (of_bytes, 0), (of_truths, 0), (a_triangle_without_a_row, 0),
 ])  # fmt: skip
 def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any(mask: Mask, expected: int) -> None:
     x = torch.randn(2, LENGTH, 32)

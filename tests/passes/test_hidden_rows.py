@@ -118,6 +118,19 @@ def test_a_small_number_added_in_float32_keeps_the_scores_and_their_gradients() 
     assert_agrees(added, hidden_keys(), mask, tolerance=4e-3)  # float32 has steps of 1e-3 there
 
 
+@pytest.mark.parametrize("mask", [
+    lambda hidden: -(10**9 * hidden.float()), lambda hidden: torch.tensor([0.0, -1e9])[hidden.long()],
+    lambda hidden: F.embedding(hidden.long(), torch.tensor([[0.0], [-1e9]]))[..., 0],
+], ids=["whole number", "list", "table"])  # fmt: skip
+def test_numbers_that_hide_are_found_wherever_they_stand(mask: Callable[[Tensor], Tensor]) -> None:
+    """The values of rows that are hidden entirely get their gradient."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT * 0.3 + mask(hidden), dim=-1) @ v
+
+    assert_agrees(run, hidden_keys(), hidden_keys(), forgets=True)
+
+
 @pytest.mark.parametrize("number", [-1e6, -1e8])
 def test_an_added_number_that_keeps_scores_in_coarse_steps_stays_where_it_may_hide_a_row(number: float) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:

@@ -168,6 +168,36 @@ def test_a_factor_that_a_view_was_written_to_counts_as_it_is_then(
     assert_recognised(run, *operands(), tolerance=1e-4)  # a factor that was not seen is off by half
 
 
+@pytest.mark.parametrize("copied", [Tensor.clone, lambda ones: ones.repeat(1, 1, 1)[0]], ids=["clone", "repeat"])
+def test_a_factor_that_a_copy_was_written_to_counts_as_it_is_then(copied: Callable[[Tensor], Tensor]) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        factor = copied(torch.ones(HEADS, 1, 1))
+        factor[1:] = 3.0
+        return F.softmax(q @ k.mT * 0.3 * factor, dim=-1) @ v
+
+    assert_recognised(run, *operands(), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("divisor", [
+    lambda: torch.full((), 4.7, dtype=torch.int64), lambda: torch.full((), 4.7).to(torch.int64),
+    lambda: torch.full((), 4.9, dtype=torch.bfloat16),
+], ids=["whole", "made whole", "bfloat16"])  # fmt: skip
+def test_a_number_counts_as_its_dtype_rounds_it(divisor: Callable[[], Tensor]) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT / divisor(), dim=-1) @ v
+
+    assert_recognised(run, *operands())
+
+
+def test_a_number_that_a_copy_was_written_to_hides_no_score() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+        number = torch.full((1,), -1e9).repeat(LENGTH)
+        number[2] = 5.0
+        return F.softmax(torch.where(shown, q @ k.mT, number), dim=-1) @ v
+
+    assert_stays("go through where", run, *operands(), causal_mask() == 0)
+
+
 def test_keys_of_one_head_are_broadcast() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.softmax(q @ k.mT, dim=-1) @ v

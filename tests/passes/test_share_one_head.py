@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import te_compile
 from te_compile.passes.share_one_head import BROADCAST, SHARED, share_one_head
 from te_compile.passes.text import ops_text
-from tests.capturing import rewritten
+from tests.capturing import captured, rewritten
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -62,6 +62,19 @@ def test_where_no_fused_kernel_shares_heads_it_stays_and_says_why(
     count, graph = changed(run, *(heads(each, dtype) for each in (HEADS, 1, 1)))
     assert count == 0 and "enable_gqa" not in ops_text(graph)
     assert len(marks(graph, BROADCAST)) == 1 and reason in marks(graph, BROADCAST)[0]
+
+
+def written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain(q, k, v).add_(1.0)
+
+
+def test_a_result_that_is_changed_in_place_is_not_kept_for_gradients() -> None:
+    operands = [heads(HEADS), heads(1), heads(1)]
+    count, graph = changed(written_into, *operands)
+    (why,) = marks(graph, BROADCAST)
+    assert count == 0 and "in place" in why
+    with torch.no_grad():
+        assert share_one_head(captured(written_into, *operands)[0].graph) == 1
 
 
 @pytest.mark.parametrize(
