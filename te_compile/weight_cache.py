@@ -20,7 +20,8 @@ Weights are cast by the scale that their history gives. Larger ones, loaded afte
 step has entered their amax. Copies of weights that no optimizer changes would stay so for good, for no later version
 takes their place. So these are looked at when they are made; the host waits for that, once for each change. In training
 what would be cut off is cast by its own amax. Without gradients a warning says so, and it is cast anew when a training
-has run in between.
+has run in between. Where only the device sees the change, there is no telling the host, and it is cast by its own amax
+in either case.
 
 Nothing is looked up while a CUDA graph is being captured by the user: its replays would not look, so the launch is part
 of what is captured.
@@ -45,15 +46,12 @@ from te_compile.again import Again, Memory
 from te_compile.kernels.replay import Replayed
 from te_compile.ops import calibration, registry
 from te_compile.ops.scaling import SNAPSHOT, snapshot_reference
-from te_compile.ops.weight_refresh import Refresher
+from te_compile.ops.weight_refresh import OTHER_WEIGHTS, ROUNDED_DOWN, Refresher
 from te_compile.ops.weights import QUANTIZE_WEIGHTS, Outputs, copies_of
 from te_compile.parameter_names import parameters_by_name
 from te_compile.passes.cached_weights import OUTPUTS, WeightGroup
 
 AMAX = OUTPUTS.index("amax")
-_ROUNDED_DOWN = 1 + 1 / 28  # of the largest E4M3 number: what is above that by less is rounded to it, as by any scale
-
-_OTHER_WEIGHTS = 2.0  # times as large as those before, which a step of an optimizer does not make them
 _CUT_OFF = (
     "te_fp8: one of {weights} weights reaches {times:.3g} times as far as its FP8 scale, which is that of the weights "
     "of an earlier training. Without gradients no scale is renewed: the weight is cut off, and so may activations be, "
@@ -80,20 +78,24 @@ class _Kept:
     """Copies that may be used again. A refresher may know the states by their addresses alone: here they stay alive.
 
     ``cut_off``: the scale that they were cast by is too large for them; ``trainings``: how many calls had entered
-    amaxes by then.
+    amaxes by then. ``unfinished``: a refresh was interrupted, which may have noted a change and made nothing of it.
     """
 
     def __init__(self, outputs: Outputs, inputs: list[Tensor], refresher: Refresher, states: Sequence[Tensor]) -> None:
         self.outputs, self.inputs, self.refresher, self.states = outputs, inputs, refresher, states
         self.cut_off, self.trainings, self.uses = False, _trainings["calls"], 0
+        self.unfinished = False
         self._one_at_a_time = threading.Lock()
 
     def refresh(self, weights: Sequence[Tensor], amaxes: bool, force: bool = False) -> None:
         """Make the copies anew if the weights have changed. Two threads whose launches mix would each see only half."""
         with self._one_at_a_time:
-            if self.cut_off and self.trainings != _trainings["calls"]:  # there may be another scale by now
-                self.trainings, force = _trainings["calls"], True
+            trainings = _trainings["calls"]
+            another_scale = self.cut_off and self.trainings != trainings  # there may be one by now
+            force = force or another_scale or self.unfinished
+            self.unfinished = True
             self.refresher(weights, amaxes, calibration.pending(), force)
+            self.trainings, self.unfinished = trainings, False
 
     def repeated(self, amaxes: bool) -> Callable[[], list[Tensor]] | None:
         """What does as :meth:`refresh` does as long as no scale is missing and returns what the graph takes.
@@ -270,7 +272,7 @@ class CopiesOfGroup:
 
     def _refresher(self, outputs: Outputs, weights: Sequence[Tensor], rows: Sequence[Tensor] | None) -> Refresher:
         make = registry.function_of("refresh_weights", self.group.implementations["refresh_weights"])
-        refresher: Refresher = make(self.group.layout, outputs, rows, weights)
+        refresher: Refresher = make(self.group.layout, outputs, rows, weights, self.group.lasting)
         return refresher
 
     def _rows(self, states: Sequence[Tensor]) -> list[Tensor] | None:
@@ -293,12 +295,11 @@ class CopiesOfGroup:
         if not rows or not self.group.lasting:
             return False
         layout = self.group.layout
-        most = torch.finfo(layout.dtype).max * max(1.0, 2.0**-layout.rule.margin)
         reached = outputs[AMAX] * snapshot_reference(rows)
-        times = float((reached / most).nan_to_num(0.0, posinf=0.0).max())
-        if times > _OTHER_WEIGHTS and not self.gives_amaxes:
+        times = float((reached / layout.most).nan_to_num(0.0, posinf=0.0).max())
+        if times > OTHER_WEIGHTS and not self.gives_amaxes:
             warnings.warn(_CUT_OFF.format(times=times, weights=len(rows)), stacklevel=2)
-        return times > _ROUNDED_DOWN
+        return times > ROUNDED_DOWN
 
     def _quantized(self, make: Callable[..., Outputs], weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
         layout, chosen = self.group.layout, self.group.implementations

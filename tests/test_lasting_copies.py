@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from te_compile import backend
+from te_compile.ops.weight_refresh import ReferenceRefresher
 from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -18,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 class Trained:
     """A frozen linear that took part in two steps of a training."""
 
-    def __init__(self) -> None:
-        self.model = nn.Linear(32, 48).requires_grad_(False)
-        self.x = torch.randn(16, 32, requires_grad=True)
+    def __init__(self, device: str = "cpu") -> None:
+        self.model = nn.Linear(32, 48).requires_grad_(False).to(device)
+        self.x = torch.randn(16, 32, device=device, requires_grad=True)
         self.fast: Callable[[Tensor], Tensor] = compiled(self.model)
         self.train(2)
 
@@ -70,6 +72,39 @@ def test_what_an_evaluation_cut_off_is_right_as_soon_as_a_step_of_training_knows
         warnings.simplefilter("error", UserWarning)  # nothing is cut off any more
         trained.train(2)
         assert trained.evaluate() < 0.1
+
+
+def test_larger_weights_written_behind_autograds_back_are_cut_off_nowhere(trained: Trained) -> None:
+    """Only the device sees them change, and has the weights at hand."""
+    assert trained.evaluate() < 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for factor in (30.0, 0.1, 40.0):
+            trained.model.weight.data.mul_(factor)
+            trained.model.bias.data.mul_(factor)
+            assert trained.evaluate() < 0.1
+            assert max(trained.train(2)) < 0.1
+
+
+def test_a_refresh_that_was_interrupted_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have noted the change, and made nothing of it."""
+    trained = Trained()
+    trained.evaluate()
+    forced: list[bool] = []
+    refresh = ReferenceRefresher.__call__
+
+    def interrupted(self: Any, weights: Any, amaxes: bool, missing: bool, force: bool = False) -> None:
+        forced.append(force)
+        if len(forced) == 1:
+            raise KeyboardInterrupt
+        refresh(self, weights, amaxes, missing, force)
+
+    monkeypatch.setattr(ReferenceRefresher, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained.evaluate()
+    for _ in range(2):
+        trained.evaluate()
+    assert forced == [False, True, False]
 
 
 def test_weights_that_a_step_made_a_little_larger_are_no_other_weights() -> None:

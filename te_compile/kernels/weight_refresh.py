@@ -4,7 +4,8 @@ Up to three launches, of which all but the first do nothing as long as no weight
 
     check      a program takes 64 lines of 128 bytes, compares their hash with the one that it wrote last time, and
                leaves its verdict. 201 M weights of two bytes: 49,000 lines, 6.3 MB, 768 programs
-    measure    if any verdict says so: the amax of every weight. Left out where all scales are known
+    measure    if any verdict says so: the amax of every weight. Left out where all scales are known and no weight can
+               have outgrown its own unseen, as one can whose copies last
     quantise   if any verdict says so: all codes and multipliers, and amaxes that nobody has measured before
 
 There is no barrier between programs of one launch, so each reads all verdicts, a few kilobytes in the L2. Amaxes that
@@ -104,7 +105,7 @@ def _measure_kernel(
 @triton.jit
 def _quantize_kernel(
     verdicts, count, addresses, geometry, tiles, programs, rows, q, qt, scratch, done, amax, scale_inv, weights,
-    WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, MEASURED: tl.constexpr, RECORD: tl.constexpr,
+    WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, MEASURED: tl.constexpr, RECORD: tl.constexpr, MOST: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +118,11 @@ def _quantize_kernel(
             else:
                 used = tl.load(tl.load(rows + index).to(tl.pointer_type(tl.float32)))
                 if MEASURED:
-                    found = scale_from_amax(tl.load(scratch + index), TARGET, EPSILON, POWER_2)
-                    used = tl.where(used > 0, used, found)
+                    measured = tl.load(scratch + index)
+                    fits = used > 0
+                    if MOST is not None:  # beyond which a code would be cut off
+                        fits = fits & ((measured * used <= MOST) | ~(measured < float("inf")))
+                    used = tl.where(fits, used, scale_from_amax(measured, TARGET, EPSILON, POWER_2))
             largest = quantize_tile(
                 tile, addresses, geometry, index, used, q, qt, scale_inv,
                 E5M2, ELEMENT, ALIGNED, TILE_ROWS, TILE_COLUMNS,
@@ -148,8 +152,16 @@ class TritonRefresher:
     It knows the addresses of the weights and of the rows, and keeps neither alive.
     """
 
-    def __init__(self, layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]):
+    def __init__(
+        self,
+        layout: Layout,
+        outputs: Outputs,
+        rows: Sequence[Tensor] | None,
+        weights: Sequence[Tensor],
+        lasting: bool = False,
+    ):
         self.layout, self.outputs = layout, outputs
+        self.outgrows = lasting and rows is not None
         like = self.like = outputs[2]
         matrices = layout.matrices(weights)
         addresses = tuple(map(address_of, matrices))
@@ -171,7 +183,7 @@ class TritonRefresher:
             self.verdicts, self.scratch = torch.empty_like(self.fingerprints), torch.zeros_like(like)
             self.done = torch.zeros((), dtype=torch.int32, device=like.device)
             self.constants = self._constants(matrices, addresses)
-            self._launches: dict[tuple[bool, bool, bool], Launches] = {}
+            self._launches: dict[tuple[bool, bool, bool, float | None], Launches] = {}
             self._check(matrices[0].element_size(), force=True)()
 
     @staticmethod
@@ -191,20 +203,21 @@ class TritonRefresher:
 
     def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """See ``Refresher``."""
-        measured = self.rows is None or missing
-        record = amaxes and not measured
-        launches = self._launches.get((measured, record, force))
+        measured = self.rows is None or missing or (self.outgrows and not force)
+        most = self.layout.most_before_outgrown(amaxes) if self.outgrows and not force else None
+        record = (amaxes or force) and not measured
+        launches = self._launches.get((measured, record, force, most))
         if launches is None:
-            element = weights[0].element_size()
-            prepared = self._prepared(element, measured, record, force)
-            launches = self._launches[measured, record, force] = Launches(prepared)
+            prepared = self._prepared(weights[0].element_size(), measured, record, force, most)
+            launches = self._launches[measured, record, force, most] = Launches(prepared)
         with on_device_of(self.like):
             launches()
 
     def repeated(self, amaxes: bool) -> Callable[[], object] | None:
         """See ``Refresher``."""
-        measured = self.rows is None
-        launches = self._launches.get((measured, amaxes and not measured, False))
+        measured = self.rows is None or self.outgrows
+        most = self.layout.most_before_outgrown(amaxes) if self.outgrows else None
+        launches = self._launches.get((measured, amaxes and not measured, False, most))
         return None if launches is None else launches.played()
 
     def _check(self, element: int, force: bool) -> Repeated:
@@ -216,7 +229,7 @@ class TritonRefresher:
             WEIGHTS=triton.next_power_of_2(self.scratch.numel()), num_warps=8,
         )  # fmt: skip
 
-    def _prepared(self, element: int, measured: bool, record: bool, force: bool) -> list[Repeated]:
+    def _prepared(self, element: int, measured: bool, record: bool, force: bool, most: float | None) -> list[Repeated]:
         layout, count, programs = self.layout, self.verdicts.numel(), self.tiles.numel()
         few = programs
         if not force and self.like.is_cuda:
@@ -230,7 +243,7 @@ class TritonRefresher:
             _quantize_kernel, few,
             *tables, self.rows, q.view(torch.uint8), qt.view(torch.uint8), self.scratch, self.done, amax, scale_inv,
             self.scratch.numel(), WEIGHTS=triton.next_power_of_2(self.scratch.numel()),
-            MEASURED=measured, RECORD=record, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
-            E5M2=layout.dtype == torch.float8_e5m2, **self.constants,
+            MEASURED=measured, RECORD=record, MOST=most,
+            TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=layout.dtype == torch.float8_e5m2, **self.constants,
         )  # fmt: skip
         return [self._check(element, force), *([measuring] if measured else []), quantizing]

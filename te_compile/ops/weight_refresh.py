@@ -11,6 +11,11 @@ the memory where they are. Of weights of more than 64 MiB in all, ``MOST_LINES``
 optimizer does touches every line; a change of a few elements behind autograd's back may touch none of these, and then
 it is not seen. ``mix`` is not linear, so that no regular change (every sign, every exponent) cancels in the sum.
 
+Copies that last, of weights that no optimizer changes, are looked at by the host when they are made (weight_cache.py):
+a weight that has outgrown the scale of its history would be cut off for good. It sees no change of this kind, so there
+such a weight is cast by its own amax, as long as it has outgrown that scale: at all in a training, and by more than a
+step of an optimizer does where there are no gradients.
+
 On a GPU the answer never reaches the host: launches that have nothing to do leave at once (kernels/weight_refresh.py).
 """
 
@@ -35,6 +40,8 @@ MOST_LINES = 1 << 16  # 8 MiB: 2 µs at the bandwidth of a copy on an H200
 LINES = 64  # in one fingerprint
 GOLDEN = 0x9E3779B1  # the odd number next to 2³² / golden ratio: its multiples are spread evenly
 FIRST_FACTOR, SECOND_FACTOR = 0x85EBCA6B, 0xC2B2AE35  # of the usual 32-bit finaliser (murmur3)
+ROUNDED_DOWN = 1 + 1 / 28  # of the largest E4M3 number: what is above that by less is rounded to it, as by any scale
+OTHER_WEIGHTS = 2.0  # times as large as those before, which a step of an optimizer does not make them
 _WORDS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
@@ -64,6 +71,15 @@ class Layout:
     def column_starts(self) -> tuple[int | None, ...]:
         """Where each matrix's transposed codes start among all."""
         return tuple(column_places(self._sized, self.columnwise)[0])
+
+    @property
+    def most(self) -> float:
+        """The largest magnitude that codes stand for, times their scale, whatever the recipe's margin."""
+        return torch.finfo(self.dtype).max * max(1.0, 2.0**-self.rule.margin)
+
+    def most_before_outgrown(self, trains: bool) -> float:
+        """The same for weights that have not outgrown their scale."""
+        return self.most * (ROUNDED_DOWN if trains else OTHER_WEIGHTS)
 
     @property
     def _sized(self) -> list[Tensor]:
@@ -131,12 +147,17 @@ def _mixed(bits: Tensor, number: Tensor) -> Tensor:
 
 
 class Refresher(Protocol):
-    """Knows the weights that copies were made of. Made right after the copies, on the stream that made them."""
+    """Knows the weights that copies were made of. Made right after the copies, on the stream that made them.
+
+    ``lasting``, which it may be made with: a weight that has outgrown its scale is cast by its own amax.
+    """
 
     def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """Make the copies anew, in place, if the weights have changed (``force``: in any case).
 
-        weights: those that the refresher was made with. amaxes: will anybody read them? missing: may a scale be 0?
+        weights: those that the refresher was made with. amaxes: will anybody read them, besides who forces this? That
+        is so in a training.
+        missing: may a scale be 0? Who forces it sees to weights that have outgrown their scales.
         """
 
     def repeated(self, amaxes: bool) -> Callable[[], object] | None:
@@ -155,8 +176,15 @@ class ReferenceRefresher:
     whose scale it is cast with; None: with one from its own amax.
     """
 
-    def __init__(self, layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]):
-        self.layout, self.outputs, self.rows = layout, outputs, rows
+    def __init__(
+        self,
+        layout: Layout,
+        outputs: Outputs,
+        rows: Sequence[Tensor] | None,
+        weights: Sequence[Tensor],
+        lasting: bool = False,
+    ):
+        self.layout, self.outputs, self.rows, self.lasting = layout, outputs, rows, lasting
         self.fingerprint = fingerprint_reference(layout.matrices(weights))
 
     @torch.no_grad()
@@ -167,12 +195,22 @@ class ReferenceRefresher:
             return
         layout = self.layout
         scales = None if self.rows is None else torch.cat([row[:, 0] for row in self.rows])
+        if scales is not None and self.lasting and not force:
+            scales = self._without_outgrown(scales, layout.matrices(weights), layout.most_before_outgrown(amaxes))
         quantize = registry.function_of("quantize_weights", registry.REFERENCE)
         flags = list(layout.rowwise), list(layout.columnwise)
         fresh = quantize(layout.padded(weights), scales, layout.dtype, *flags, layout.rule)
         for old, new in zip(self.outputs, fresh, strict=True):
             old.copy_(new)
         self.fingerprint = fingerprint
+
+    @staticmethod
+    def _without_outgrown(scales: Tensor, matrices: Sequence[Tensor], most: float) -> Tensor:
+        """``scales`` with 0, which means one from its own amax, for each matrix that has outgrown its own."""
+        amaxes = torch.stack(
+            [matrix.abs().amax().float() if matrix.numel() else scales.new_zeros(()) for matrix in matrices]
+        )
+        return torch.where((amaxes * scales > most) & amaxes.isfinite(), 0.0, scales)
 
     def repeated(self, amaxes: bool) -> None:
         """See :class:`Refresher`."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_compile import backend
 from te_compile.kernels.weight_refresh import TritonRefresher
 from te_compile.ops import registry
 from te_compile.ops.quantize import padded
@@ -18,6 +19,7 @@ from te_compile.passes import lower
 from te_compile.recipe import ScaleRule
 from tests.backend.models import Chain
 from tests.compiling import compiled
+from tests.test_lasting_copies import Trained
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(48, 160), (130, 272), (16, 16), (37, 50)]
@@ -46,14 +48,16 @@ def state_rows(scales: Tensor) -> list[Tensor]:
 class Kept:
     """Copies of some weights, and what refreshes them."""
 
-    def __init__(self, kind: Callable[..., Refresher], dtype: torch.dtype, device: str, scaled: bool) -> None:
+    def __init__(
+        self, kind: Callable[..., Refresher], dtype: torch.dtype, device: str, scaled: bool, lasting: bool = False
+    ) -> None:
         self.weights = [torch.randn(shape, device=device).mul_(3.0**-i).to(dtype) for i, shape in enumerate(SHAPES)]
         self.layout = layout_of(self.weights)
         self.scales = torch.rand(len(SHAPES), device=device) * 100 + 1 if scaled else None
         self.rows = None if self.scales is None else state_rows(self.scales)
         self.outputs = quantized(self.layout, self.weights, self.scales)
         self.before = [each.clone() for each in self.outputs]
-        self.refresher = kind(self.layout, self.outputs, self.rows, self.weights)
+        self.refresher = kind(self.layout, self.outputs, self.rows, self.weights, lasting)
 
     def refresh(self, amaxes: bool = True, missing: bool = False, force: bool = False) -> None:
         self.refresher(self.weights, amaxes, missing, force)
@@ -144,6 +148,41 @@ def test_where_nobody_reads_the_amaxes_the_codes_are_right_all_the_same(
     assert all(same(kept.outputs[i], wanted[i]) for i in (0, 1, 3))
 
 
+@KINDS
+def test_who_forces_a_refresh_gets_the_amaxes(kind: Callable[..., Refresher], device: str) -> None:
+    """The host looks at them, though the graph does not."""
+    kept = Kept(kind, torch.bfloat16, device, scaled=True)
+    kept.weights[1].mul_(3)
+    kept.refresh(amaxes=False, force=True)
+    assert kept.is_right()
+
+
+@KINDS
+@pytest.mark.parametrize("trains", [True, False])
+def test_copies_that_last_are_cut_off_by_no_scale_that_their_weight_has_outgrown(
+    trains: bool, kind: Callable[..., Refresher], device: str
+) -> None:
+    """Beside others that keep theirs, and as long as that is so; weights that hold infinity keep it too."""
+    kept = Kept(kind, torch.bfloat16, device, scaled=True, lasting=True)
+    assert kept.rows is not None and kept.scales is not None
+    most = [float(448 / scale / weight.abs().max()) for scale, weight in zip(kept.scales, kept.weights, strict=True)]
+    for index, times in ((0, 1.5), (1, 3), (2, 100)):
+        kept.weights[index].mul_(times * most[index])
+    kept.refresh(amaxes=trains)
+    scales = kept.scales.clone()
+    scales[0 if trains else 1 : 3] = 0  # which means one from its own amax
+    assert all(map(same, kept.outputs, quantized(kept.layout, kept.weights, scales)))
+    for weight in kept.weights[:2]:
+        weight.mul_(0.1)
+    kept.weights[2][0, 0] = float("inf")
+    kept.refresh()
+    assert same(kept.outputs[3], quantized(kept.layout, kept.weights, kept.scales)[3])
+    kept.weights[2].fill_(1.0)
+    kept.weights[1].mul_(100)
+    kept.refresh(force=True)  # by who sees to that
+    assert kept.is_right()
+
+
 @DTYPES
 def test_the_kernels_and_the_reference_know_weights_by_the_same_numbers(dtype: torch.dtype, device: str) -> None:
     kept = Kept(TritonRefresher, dtype, device, scaled=False)
@@ -165,16 +204,38 @@ def test_slices_of_one_weight_are_read_where_they_lie(device: str) -> None:
     assert all(map(same, outputs, quantized(layout, [packed], None)))
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_model_reads_copies_that_the_kernels_made_and_check(
-    recipe: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole road, also in Triton's interpreter."""
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have their copies made and checked by kernels, also in Triton's interpreter."""
     operators = ("quantize_weights", "refresh_weights", "snapshot")
     chosen = dict.fromkeys(operators, "triton"), []
     assert all(registry.function_of(operator, "triton") for operator in operators)
     monkeypatch.setattr(lower, "implementations_for", lambda *_: chosen)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "by_kernels")
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "for CUDA graphs"])
+def test_what_an_evaluation_cuts_off_is_said_and_mended(
+    graphs: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tests/test_lasting_copies.py has it of the reference."""
+    monkeypatch.setattr(backend, "captures_cuda_graphs", lambda options: graphs)
+    trained = Trained(device)
+    assert trained.evaluate() < 0.1
+    trained.load(20.0)
+    with pytest.warns(UserWarning, match="reaches 20 times as far as its FP8 scale"):
+        assert trained.evaluate() > 0.5
+    trained.train(2)
+    assert trained.evaluate() < 0.1
+    trained.model.weight.data.mul_(30.0)
+    trained.model.bias.data.mul_(30.0)
+    assert trained.evaluate() < 0.1 and max(trained.train(2)) < 0.1
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "by_kernels")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_model_reads_copies_that_the_kernels_made_and_check(recipe: str, device: str) -> None:
+    """The whole road."""
     model, x = Chain().to(device), torch.randn(5, 32, device=device)
     fast = compiled(model, recipe=recipe, cost_model=False)
     plain = compiled(model, recipe=recipe, cost_model=False, cache_weights=False)
