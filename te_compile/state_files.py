@@ -164,12 +164,11 @@ def _placed(model: nn.Module, pairs: Mapping[tuple[str, str], _Pair]) -> tuple[l
 
 
 def _not_covered(model: nn.Module, placed: list[_Pair]) -> list[str]:
-    """The entries that the model's live states would have had, for parameters that no pair names."""
-    covered = {id(pair.parameter) for pair in placed}
-    covered_names = {name for name, each in parameters_by_name(model).items() if id(each) in covered}
-    missing = []
+    """The entries that the model's live states would have had and that no pair names."""
+    covered = {(id(pair.parameter), pair.history_length) for pair in placed}
+    parameters, missing = parameters_by_name(model), []
     for name, suffix, state in states_by_name(model):
-        if name not in covered_names and not state.only_loaded:
+        if (id(parameters[name]), state.history_length) not in covered and not state.only_loaded:
             missing += [f"{name}.forward{suffix}", f"{name}.backward{suffix}"]
     return missing
 

@@ -29,6 +29,7 @@ of what is captured.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -120,8 +121,8 @@ class _Record:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.ids = list(map(id, weights))
-        itself = weakref.ref(self)
-        self.references = [weakref.ref(weight, lambda _: _forget(itself())) for weight in weights]
+        gone = _once_gone(weakref.ref(self))
+        self.references = [weakref.ref(weight, gone) for weight in weights]
         self.calls: dict[int, Again] = {}  # that found what is known; see again.py
         self.known = None, None
         self.met_again = False  # was the version before this one used more than once?
@@ -352,6 +353,12 @@ def _count_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         for record in records:
             if not stepped.isdisjoint(record.ids):
                 record.counter["steps"] += 1
+
+
+def _once_gone(record: weakref.ref[_Record]) -> Callable[[object], None]:
+    """What a dead weight has done with ``record``. When Python ends, weights may outlive what this module calls so."""
+    forget, is_finalizing = _forget, sys.is_finalizing
+    return lambda _: None if is_finalizing() else forget(record())
 
 
 def _forget(record: _Record | None) -> None:

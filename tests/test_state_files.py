@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from te_compile import state_files as module
 from te_compile.state import StateError, state_of
 from te_compile.state_files import load_state, load_state_dict, save_state, state_dict
+from tests.compiling import compiled
 from tests.states import LENGTH, fill, poll_often, same, scales_are_missing, two_layers, used
 
 pytestmark = pytest.mark.usefixtures("nothing_waits")
@@ -198,6 +199,15 @@ def test_half_a_pair_is_a_missing_entry() -> None:
     del entries["1.weight.backward"]
     assert "missing entry '1.weight.backward'" in refused(model, entries)
     assert "missing entry '1.weight.backward'" in refused(two_layers(), entries)
+
+
+def test_a_state_of_a_second_history_length_is_missing_from_a_file_of_one() -> None:
+    model, x = nn.Linear(32, 32), torch.randn(8, 32)
+    for length in (4, 8):
+        compiled(model, recipe={"name": "delayed", "amax_history_len": length})(x).sum().backward()
+    entries = {name.removesuffix(".8"): entry for name, entry in state_dict(model).items() if name.endswith(".8")}
+    assert "missing entry 'weight.forward.4'" in refused(model, entries)
+    load_state_dict(model, entries, strict=False)
 
 
 def test_without_strict_what_fits_is_loaded_and_the_rest_stays() -> None:

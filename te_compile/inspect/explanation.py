@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from te_compile import state
 from te_compile.backend import te_fp8
@@ -76,6 +76,12 @@ class _Captured:
         captured = {node.name: parameter for node, parameter in self.compilation.plan.parameters.items()}
         distinct = {tuple(map(id, each.values())): each for each in [captured, *self.runs]}
         return list(distinct.values())
+
+    def multiplied(self) -> Iterator[nn.Parameter]:
+        """The parameters of all runs that a product reads, or may read where the passes do not say which it is of."""
+        read = {name for site in self.compilation.plan.sites for name in _placeholders_of(site)}
+        for run in self.parameters():
+            yield from (parameter for name, parameter in run.items() if name in read)
 
 
 @dataclass
@@ -272,11 +278,28 @@ def _attentions(
         )
 
 
+def _placeholders_of(site: Site) -> set[str]:
+    """The inputs of the graph that the weight of a product is one of."""
+    if site.root_weight is not None:
+        return {site.root_weight.name}
+    waiting, seen = [(site.node, site.region)], set[Node]()
+    while waiting:
+        node, region = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and region.parent is not None and region.call is not None:
+            waiting.append((region.call, region.parent))
+        waiting += [(each, region) for each in node.all_input_nodes]
+    return {node.name for node in seen if node.op == "placeholder"}
+
+
 def _never_captured(looked_at: Sequence[_Captured], names: KnownNames | None) -> Iterator[str]:
-    """Linear modules whose weight no graph has: a break may have left them to Python, or this call needs them not."""
+    """Linear modules whose weight no graph multiplies anything by, though it may have it: a break may have left them to
+    Python, or this call needs them not."""
     if names is None:
         return
-    seen = {id(each) for captured in looked_at for run in captured.parameters() for each in run.values()}
+    seen = {id(each) for captured in looked_at for each in captured.multiplied()}
     missing = [
         names.modules[id(module)]
         for module in names.model.modules()

@@ -219,6 +219,28 @@ def test_blocks_that_share_a_graph_and_linears_outside_of_any_are_told() -> None
     assert any("in no captured graph" in note and note.endswith("last") for note in report.notes)
 
 
+def test_a_linear_outside_of_any_graph_is_told_though_a_graph_reads_its_weight() -> None:
+    """As those are of adapters that scale by the norm of their base."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.big = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.outside(x)
+            return self.big(y) * self.base.weight.norm()
+
+        @torch._dynamo.disable
+        def outside(self, x: Tensor) -> Tensor:
+            y: Tensor = self.base(x)
+            return y
+
+    report = te_compile.explain(Normed(), x16())
+    assert names(report) == ["big"]
+    assert any("in no captured graph" in note and note.endswith(" base") for note in report.notes)
+
+
 def test_rows_say_their_cause_and_the_report_its_model() -> None:
     report = te_compile.explain(Block(), x16(), options={"exclude": ["up"]})
     assert [row.cause for row in report.rows] == ["user", ""] and report.model == "Block"
