@@ -16,10 +16,11 @@ Without GPUs all of it runs on tiny shapes over gloo, and the times mean nothing
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.measure import DEVICE, Memory, Rows, add_out, describe_device, known, median_ms
+from benchmarks.measure import DEVICE, Memory, Rows, add_out, describe_device, known, median_ms, synchronize
 
 ON_GPU = DEVICE.type == "cuda"
 LLAMA = (
@@ -86,25 +87,55 @@ def built(way: str, name: str, device: torch.device) -> tuple[Callable[..., Any]
     return torch.compile(called, backend=backend, options=options), model
 
 
-def measured(way: str, name: str, device: torch.device, ids: torch.Tensor, iterations: int) -> dict[str, Any]:
-    """The figures of a row."""
-    torch._dynamo.reset()
-    called, model = built(way, name, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+class Trained:
+    """One variant of one way, past the steps in which it is compiled and calibrated."""
 
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = called(input_ids=ids, labels=ids).loss
+    def __init__(self, way: str, name: str, device: torch.device, ids: torch.Tensor) -> None:
+        self.called, model = built(way, name, device)
+        self.optimizer, self.ids = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), ids
+        began = time.perf_counter()
+        losses = [self.step().item() for _ in range(WARM_UP)]
+        self.figures = {"fell": losses[0] - losses[-1], "start_s": time.perf_counter() - began}
+
+    def step(self) -> torch.Tensor:
+        """A step; its loss."""
+        loss: torch.Tensor = self.called(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.detach()
 
-    began = time.perf_counter()
-    losses = [step().item() for _ in range(WARM_UP)]
-    figures = {"fell": losses[0] - losses[-1], "start_s": time.perf_counter() - began}
-    with Memory() as memory:
-        milliseconds = median_ms(step, iterations, warmup=0)
-    return {"ms": milliseconds, **memory.row(), **figures}
+
+def one_by_one(
+    way: str, names: Sequence[str], device: torch.device, ids: torch.Tensor, steps: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of each variant, alone on its GPUs."""
+    for name in names:
+        torch._dynamo.reset()
+        trained = Trained(way, name, device, ids)
+        with Memory() as memory:
+            milliseconds = median_ms(trained.step, steps, warmup=0)
+        yield name, {"ms": milliseconds, **memory.row(), **trained.figures}
+        del trained
+
+
+def in_turns(
+    way: str, names: Sequence[str], device: torch.device, ids: torch.Tensor, steps: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of all variants, two steps of one after two of another: where the host decides, it drifts by more
+    than they differ. Each begins one of the rounds as often as the others."""
+    torch._dynamo.reset()
+    trained = {name: Trained(way, name, device, ids) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(max(steps // 2, 1)):
+        first = round_ % len(names)
+        for name in (*names[first:], *names[:first]):
+            trained[name].step()
+            synchronize()
+            dist.barrier()
+            times[name].append(median_ms(trained[name].step, 2, warmup=0))
+    for name in names:
+        yield name, {"ms": statistics.median(times[name]), **trained[name].figures}
 
 
 def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) -> None:
@@ -124,8 +155,8 @@ def run_rank(rank: int, ranks: int, rendezvous: str, given: argparse.Namespace) 
         describe_device(rows)
     for way in given.ways:
         fell: dict[str, float] = {}
-        for name in given.only:
-            row = measured(way, name, device, ids, given.iters)
+        measured = in_turns if given.in_turns else one_by_one
+        for name, row in measured(way, given.only, device, ids, given.iters):
             fell[name] = row["fell"]
             if rank == 0:
                 rows.write(what="data_parallel", ranks=ranks, way=way, name=name, **row)
@@ -145,6 +176,7 @@ def main() -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="(%(default)s)")
     parser.add_argument("--only", default=",".join(VARIANTS), help="variants (%(default)s)")
     parser.add_argument("--iters", type=int, default=12, help="timed steps per row (%(default)s)")
+    parser.add_argument("--in-turns", action="store_true", help="the steps of all variants in turns, without memory")
     add_out(parser)
     given = parser.parse_args()
     given.ways, given.only = known("--ways", given.ways, WAYS), known("--only", given.only, VARIANTS)
