@@ -42,7 +42,7 @@ _SAME_VALUES = {
 }  # fmt: skip
 _ENDS = {  # what these return hides nothing, whatever they are given
     F.linear, torch._C._nn.linear, torch.matmul, operator.matmul, torch.bmm, torch.baddbmm, torch.einsum,
-    F.softmax, F.layer_norm, "matmul", "bmm", "baddbmm", "softmax",
+    F.softmax, torch.softmax, F.layer_norm, "matmul", "bmm", "baddbmm", "softmax",
 }  # fmt: skip
 _FILLED: dict[Any, float | None] = {
     torch.zeros: 0.0, torch.zeros_like: 0.0, "new_zeros": 0.0, torch.ones: 1.0, torch.ones_like: 1.0, "new_ones": 1.0,
