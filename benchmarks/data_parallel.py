@@ -10,6 +10,7 @@ Every rank trains a Llama of its own data, optimizer included. The ways:
 
 One row for each way and variant: the median step of rank 0, how long the first steps took with what they compile, the
 peak of its memory, and how far the loss fell in them, for te_fp8 at least nine tenths as far as for torch.compile.
+``--in-turns``: steps of all variants of a way in turns, where the host decides and drifts; then without memory.
 Without GPUs all of it runs on tiny shapes over gloo, and the times mean nothing.
 """
 
@@ -122,8 +123,8 @@ def one_by_one(
 def in_turns(
     way: str, names: Sequence[str], device: torch.device, ids: torch.Tensor, steps: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The figures of all variants, two steps of one after two of another: where the host decides, it drifts by more
-    than they differ. Each begins one of the rounds as often as the others."""
+    """The figures of all variants, two steps of one after two of another, milliseconds a step: where the host decides,
+    it drifts by more than they differ. Each begins one of the rounds as often as the others."""
     torch._dynamo.reset()
     trained = {name: Trained(way, name, device, ids) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -133,7 +134,12 @@ def in_turns(
             trained[name].step()
             synchronize()
             dist.barrier()
-            times[name].append(median_ms(trained[name].step, 2, warmup=0))
+            synchronize()
+            began = time.perf_counter()
+            for _ in range(2):
+                trained[name].step()
+            synchronize()
+            times[name].append(500 * (time.perf_counter() - began))
     for name in names:
         yield name, {"ms": statistics.median(times[name]), **trained[name].figures}
 

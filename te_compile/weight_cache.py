@@ -232,7 +232,7 @@ class CopiesOfGroup:
     def _renewed(self, record: _Record, key: Key, weights: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
         """Quantise, and keep the copies if that promises to pay."""
         again = record.known[0] == key
-        keeps = self.group.lasting or self.in_place or again or record.met_again
+        keeps = self.group.layout.lasting or self.in_place or again or record.met_again
         record.met_again = again
         rows = self._rows_for(record, states)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode serves nothing else
@@ -273,7 +273,7 @@ class CopiesOfGroup:
 
     def _refresher(self, outputs: Outputs, weights: Sequence[Tensor], rows: Sequence[Tensor] | None) -> Refresher:
         make = registry.function_of("refresh_weights", self.group.implementations["refresh_weights"])
-        refresher: Refresher = make(self.group.layout, outputs, rows, weights, self.group.lasting)
+        refresher: Refresher = make(self.group.layout, outputs, rows, weights)
         return refresher
 
     def _rows(self, states: Sequence[Tensor]) -> list[Tensor] | None:
@@ -293,7 +293,7 @@ class CopiesOfGroup:
 
         Where they are not cast anew for it, a warning says so, if it is more than what a step of an optimizer does.
         """
-        if not rows or not self.group.lasting:
+        if not rows or not self.group.layout.lasting:
             return False
         layout = self.group.layout
         reached = outputs[AMAX] * snapshot_reference(rows)

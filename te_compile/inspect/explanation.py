@@ -279,10 +279,10 @@ def _attentions(
 
 
 def _placeholders_of(site: Site) -> set[str]:
-    """The inputs of the graph that the weight of a product is one of."""
+    """The inputs of the graph that the weight of a product is, or is made from."""
     if site.root_weight is not None:
         return {site.root_weight.name}
-    waiting, seen = [(site.node, site.region)], set[Node]()
+    waiting, seen = [(site.weight or site.node, site.region)], set[Node]()
     while waiting:
         node, region = waiting.pop()
         if node in seen:

@@ -148,16 +148,13 @@ def snapshot_scales(states: Sequence[Tensor]) -> Tensor:
     """The scales of all rows of all states, one after the other, in a fresh tensor: fp32 [R]."""
     count = sum(state.shape[0] for state in states)
     with on_device_of(states[0]):
+        scales = buffers.empty(states[0], (count,), torch.float32)
         if needs_table(states):
-            table = _row_table(states)
-            scales = buffers.empty(states[0], (count,), torch.float32)
             launch(
-                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), table, scales, count,
+                _snapshot_kernel, triton.cdiv(count, SNAPSHOT_BLOCK), _row_table(states), scales, count,
                 BLOCK=SNAPSHOT_BLOCK, num_warps=4,
             )  # fmt: skip
-            return scales
-        scales = buffers.empty(states[0], (count,), torch.float32)
-        rows = [row for state in states for row in _rows(state)]
-        if rows:
+        elif count:
+            rows = [row for state in states for row in _rows(state)]
             launch(_snapshot_few_kernel, count, *rows, *rows[:1] * (FEW - count), scales, num_warps=1)
     return scales

@@ -152,16 +152,9 @@ class TritonRefresher:
     It knows the addresses of the weights and of the rows, and keeps neither alive.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        outputs: Outputs,
-        rows: Sequence[Tensor] | None,
-        weights: Sequence[Tensor],
-        lasting: bool = False,
-    ):
+    def __init__(self, layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]):
         self.layout, self.outputs = layout, outputs
-        self.outgrows = lasting and rows is not None
+        self.outgrows = layout.lasting and rows is not None
         like = self.like = outputs[2]
         matrices = layout.matrices(weights)
         addresses = tuple(map(address_of, matrices))

@@ -260,16 +260,12 @@ def quantize_weights(
 
 @registry.register("refresh_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)
 def refresh_weights(
-    layout: Layout,
-    outputs: Outputs,
-    rows: Sequence[Tensor] | None,
-    weights: Sequence[Tensor],
-    lasting: bool = False,
+    layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]
 ) -> Refresher:
     """A refresher by kernels/weight_refresh.py."""
     from te_compile.kernels.weight_refresh import TritonRefresher
 
-    return TritonRefresher(layout, outputs, rows, weights, lasting)
+    return TritonRefresher(layout, outputs, rows, weights)
 
 
 @registry.register("grouped_gemm", TRITON, priority=PRIORITY, check=check_grouped_gemm)

@@ -51,6 +51,7 @@ class Layout:
 
     ``sources[i]`` is the weight that matrix i lies in, as ``shapes[i]`` contiguous elements from ``offsets[i]`` on.
     Copies have ``copies[i]``, the shape in multiples of 16, and are asked for as te::quantize_weights is.
+    ``lasting``: no optimizer is expected to change the weights, so that copies are worth keeping from the start.
     """
 
     sources: tuple[int, ...]
@@ -61,6 +62,7 @@ class Layout:
     columnwise: tuple[bool, ...]
     dtype: torch.dtype
     rule: ScaleRule
+    lasting: bool = False
 
     @cached_property
     def row_starts(self) -> tuple[int | None, ...]:
@@ -147,10 +149,7 @@ def _mixed(bits: Tensor, number: Tensor) -> Tensor:
 
 
 class Refresher(Protocol):
-    """Knows the weights that copies were made of. Made right after the copies, on the stream that made them.
-
-    ``lasting``, which it may be made with: a weight that has outgrown its scale is cast by its own amax.
-    """
+    """Knows the weights that copies were made of. Made right after the copies, on the stream that made them."""
 
     def __call__(self, weights: Sequence[Tensor], amaxes: bool, missing: bool, force: bool = False) -> None:
         """Make the copies anew, in place, if the weights have changed (``force``: in any case).
@@ -176,15 +175,8 @@ class ReferenceRefresher:
     whose scale it is cast with; None: with one from its own amax.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        outputs: Outputs,
-        rows: Sequence[Tensor] | None,
-        weights: Sequence[Tensor],
-        lasting: bool = False,
-    ):
-        self.layout, self.outputs, self.rows, self.lasting = layout, outputs, rows, lasting
+    def __init__(self, layout: Layout, outputs: Outputs, rows: Sequence[Tensor] | None, weights: Sequence[Tensor]):
+        self.layout, self.outputs, self.rows = layout, outputs, rows
         self.fingerprint = fingerprint_reference(layout.matrices(weights))
 
     @torch.no_grad()
@@ -195,7 +187,7 @@ class ReferenceRefresher:
             return
         layout = self.layout
         scales = None if self.rows is None else torch.cat([row[:, 0] for row in self.rows])
-        if scales is not None and self.lasting and not force:
+        if scales is not None and layout.lasting and not force:
             scales = self._without_outgrown(scales, layout.matrices(weights), layout.most_before_outgrown(amaxes))
         quantize = registry.function_of("quantize_weights", registry.REFERENCE)
         flags = list(layout.rowwise), list(layout.columnwise)

@@ -34,8 +34,7 @@ class WeightGroup:
 
     ``weights``: the root placeholders of the parameters; ``owners``: for each matrix of ``layout`` the number of the
     FP8 state that it is cast by; ``inputs``: which of ``OUTPUTS`` the graph takes, each through a placeholder of its
-    own; ``lasting``: no optimizer is expected to change the weights, so that copies are worth keeping from the start.
-    ``implementations`` run ``te::quantize_weights`` and what goes with it; ``declined``: why better ones cannot.
+    own; ``implementations`` run ``te::quantize_weights`` and what goes with it; ``declined``: why better ones cannot.
     """
 
     weights: list[Node]
@@ -43,7 +42,6 @@ class WeightGroup:
     layout: Layout
     dtype: torch.dtype
     device: torch.device
-    lasting: bool
     implementations: dict[str, str]
     declined: list[str]
     inputs: list[int] = field(default_factory=list)

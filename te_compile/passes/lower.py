@@ -206,13 +206,13 @@ class _Lowering:
             columnwise,
             self.format.forward,
             self.recipe.rule(),
+            lasting=not (self.training and value_of(members[0].owner).requires_grad),
         )
         value = value_of(members[0].value)
         chosen = implementations_for(members, self.format.forward)
         assert chosen is not None, "such matrices are quantised in the graph"
-        lasting = not (self.training and value_of(members[0].owner).requires_grad)
         owners = [self.rows[matrix.owner] for matrix in members]
-        return WeightGroup(list(sources), owners, layout, value.dtype, value.device, lasting, *chosen)
+        return WeightGroup(list(sources), owners, layout, value.dtype, value.device, *chosen)
 
     def _quantize_group(self, members: list[Matrix], copies: dict[Node, Node]) -> dict[Node, _Weight]:
         detached = [self.call(torch.detach, matrix.copied(self.graph, copies)) for matrix in members]

@@ -109,7 +109,7 @@ def _constants(node: Node) -> Iterator[Any]:
 
 
 def _ends(node: Node) -> bool:
-    """Does ``node`` hide nothing, whatever it is made from? Neither does a table that was learned; one given may."""
+    """Does ``node`` hide nothing, whatever it is made from? A given table may, one that was learned does not."""
     if node.target is F.embedding:
         table = argument(node, 1, "weight")
         return is_tensor(table) and isinstance(value_of(table), Parameter)

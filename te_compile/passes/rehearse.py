@@ -146,5 +146,5 @@ def _copy(group: WeightGroup, weights: list[Tensor], stateful: bool, missing: bo
     quantize = implementations["quantize_weights"]
     outputs = quantize(layout.padded(weights), scales, layout.dtype, *flags, layout.rule.text(), TRITON)
     if not missing:
-        refresher = registry.function_of("refresh_weights", TRITON)(layout, outputs, rows, weights, group.lasting)
+        refresher = registry.function_of("refresh_weights", TRITON)(layout, outputs, rows, weights)
         refresher(weights, OUTPUTS.index("amax") in group.inputs, missing)

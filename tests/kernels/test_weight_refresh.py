@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,12 +53,12 @@ class Kept:
         self, kind: Callable[..., Refresher], dtype: torch.dtype, device: str, scaled: bool, lasting: bool = False
     ) -> None:
         self.weights = [torch.randn(shape, device=device).mul_(3.0**-i).to(dtype) for i, shape in enumerate(SHAPES)]
-        self.layout = layout_of(self.weights)
+        self.layout = replace(layout_of(self.weights), lasting=lasting)
         self.scales = torch.rand(len(SHAPES), device=device) * 100 + 1 if scaled else None
         self.rows = None if self.scales is None else state_rows(self.scales)
         self.outputs = quantized(self.layout, self.weights, self.scales)
         self.before = [each.clone() for each in self.outputs]
-        self.refresher = kind(self.layout, self.outputs, self.rows, self.weights, lasting)
+        self.refresher = kind(self.layout, self.outputs, self.rows, self.weights)
 
     def refresh(self, amaxes: bool = True, missing: bool = False, force: bool = False) -> None:
         self.refresher(self.weights, amaxes, missing, force)

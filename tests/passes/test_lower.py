@@ -205,13 +205,15 @@ def test_copies_that_nobody_reads_are_no_inputs(training: bool) -> None:
         )
     names = [name.removeprefix("te_weights_0_") for name in placeholders(graph) if name.startswith("te_")]
     assert names == (["codes", "transposed", "scale_inv"] if training else ["codes", "scale_inv"])
-    assert signature.states == 0 and signature.added == len(names) and signature.groups[0].lasting is not training
+    assert (
+        signature.states == 0 and signature.added == len(names) and signature.groups[0].layout.lasting is not training
+    )
 
 
 def test_weights_are_grouped_by_dtype_and_by_whether_they_train() -> None:
     a, b, c = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32, dtype=torch.bfloat16)
     _, signature, *_ = lowered(lambda x: c(b(a(x)).bfloat16()), torch.randn(5, 32), cache_weights=True)
-    groups = [(group.dtype, group.lasting, len(group.weights)) for group in signature.groups]
+    groups = [(group.dtype, group.layout.lasting, len(group.weights)) for group in signature.groups]
     assert sorted(groups, key=str) == sorted(
         [(torch.float32, False, 1), (torch.float32, True, 1), (torch.bfloat16, False, 1)], key=str
     )
