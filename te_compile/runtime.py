@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -18,7 +19,7 @@ from torch.fx import GraphModule
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_compile import state
+from te_compile import first_steps, state
 from te_compile.again import Memory
 from te_compile.flat_parameters import parameter_of
 from te_compile.head_start import HeadStart
@@ -32,6 +33,12 @@ from te_compile.passes.memory import autograd_is_compiled
 from te_compile.recipe import DelayedScaling, Recipe
 from te_compile.recomputation import Checkpoints, FirstPass, checkpoints
 from te_compile.weight_cache import CopiesOfGroup
+
+_SHORT_HISTORY = (
+    "te_fp8: a linear was called {calls} times before the first backward pass, and the recipe makes scales from the "
+    "last {window}. Each call enters an amax of its own, so scales know a part of a step, and what is larger elsewhere "
+    'is cut off. Choose a longer amax_history_len with amax_compute_algo="max", or recipe="current".'
+)
 
 
 def example_inputs_of(signature: Signature, recipe: Recipe) -> list[Tensor]:
@@ -64,22 +71,27 @@ def new_token(slots: int, device: torch.device) -> Tensor:
     return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
 
 
-def _token_of_one_call(token: Tensor) -> tuple[Tensor, int]:
+def _token_of_one_call(token: Tensor, states: list[int], window: int) -> tuple[Tensor, int]:
     """One for a call whose scales may be missing, to its backward too: it lives as long as that may come. And the name
     of that time.
 
     In the same memory, because CUDA graphs know it by its address. A loop may hold on to its loss, which keeps the
     token alive, so a backward that has run and let its graph go says so itself; compiled autograd would trace that.
+    states: the numbers of the forward states of the call, whose first step ends with that backward; window: how many
+    amaxes their scales will be of.
     """
     own = token.detach().requires_grad_()
     moment = calibration.moment_of(own)
     if not autograd_is_compiled():
-        own.register_hook(partial(_backward_has_run, moment))
+        own.register_hook(partial(_backward_has_run, moment, states, window))
     return own, moment
 
 
 @torch._dynamo.disable
-def _backward_has_run(moment: int, _gradient: Tensor) -> None:
+def _backward_has_run(moment: int, states: list[int], window: int, _gradient: Tensor) -> None:
+    calls = first_steps.end(states)
+    if calls > window:
+        warnings.warn(_SHORT_HISTORY.format(calls=calls, window=window), stacklevel=2)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         calibration.settle(moment)
 
@@ -95,6 +107,12 @@ def _example_copies(group: WeightGroup) -> list[Tensor]:
 def history_length(recipe: Recipe) -> int:
     """How many amaxes a state remembers; 0 for a recipe that keeps none."""
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 0
+
+
+def window_of(recipe: Recipe) -> int:
+    """How many of those a scale is made from."""
+    only_the_last = isinstance(recipe, DelayedScaling) and recipe.amax_compute_algo == "most_recent"
+    return 1 if only_the_last else history_length(recipe)
 
 
 _Found = tuple[int, list[int], list[torch.device]]
@@ -143,6 +161,7 @@ class Runner:
         self.positions = [given.index(weight) for weight in signature.weights] if signature.states else []
         self.some_are_flat = not all(isinstance(value_of(weight), Parameter) for weight in signature.weights)
         self.signature, self.history_length = signature, history_length(recipe)
+        self.window = window_of(recipe)
         self.gradient_max = recipe.fp8_format.backward_max
         self.token: Tensor | None = None
         self.found: dict[int, tuple[_Found, _States]] = {}  # by the id of the first weight
@@ -162,44 +181,63 @@ class Runner:
             self._settle(again.states)
             return self.head_start(again.states, again.copies, args)
         states = self._states(args) if self.positions else _States()
-        if states.lack_scales():
+        if states.lack_scales() or first_steps.is_on(states.forward):
             return self._without_all_scales(states, args)
         return self._called(states.tensors.copy(), args)
 
     def _without_all_scales(self, states: _States, args: tuple[Any, ...]) -> Any:
         """A call that reads a state which may lack its scale: kernels are ready for that, and those of its backward."""
         tensors, moment = states.tensors.copy(), None
+        measures = state.lack_scales(states.forward)
         if self.signature.training:
-            tensors[-1], moment = _token_of_one_call(tensors[-1])
+            tensors[-1], moment = _token_of_one_call(tensors[-1], states.forward, self.window)
+            measures = measures or first_steps.is_on(states.forward)
         # A gradient's scale, which may never come, is no business of the forward pass.
-        with calibration.expected() if state.lack_scales(states.forward) else nullcontext():
-            results = self._called(tensors, args)
+        with calibration.expected() if measures else nullcontext():
+            results = self._called(tensors, args, states.forward)
             if moment is not None:
                 calibration.expect(moment)
         return results
 
-    def _called(self, states: list[Tensor], args: tuple[Any, ...]) -> Any:
+    def _called(self, states: list[Tensor], args: tuple[Any, ...], in_first_step: Sequence[int] = ()) -> Any:
+        """in_first_step: the numbers of the forward states, where this may be a call of their first step."""
         if self.signature.slots and (around := checkpoints()) is not None:
-            return self._checkpointed(around, states, args)
+            return self._checkpointed(around, states, args, in_first_step)
         self._settle(states)
-        return self.head_start(states, lambda: self._copies(args, states), args)
+        if not in_first_step:
+            return self.head_start(states, lambda: self._copies(args, states), args)
+        with self._counted(states, in_first_step):
+            return self.head_start(states, lambda: self._copies(args, states), args)
+
+    def _counted(self, states: Sequence[Tensor], in_first_step: Sequence[int]) -> AbstractContextManager[None]:
+        """Around a call that reads ``states`` and repeats no other one."""
+        if not (in_first_step and self.signature.training) or autograd_is_compiled():
+            return nullcontext()  # compiled autograd does not tell when a backward has run
+        if self.token is not None and self.token.is_cuda and torch.cuda.is_current_stream_capturing():
+            return nullcontext()  # each replay would find no scale
+        return first_steps.counted_call(in_first_step, states, state.lacking(in_first_step))
 
     def _settle(self, states: Sequence[Tensor]) -> None:
         """What is known of these states by now enters them, if this call trains."""
         if self.signature.slots:
             agreement.settle_before_reading(states)
 
-    def _checkpointed(self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...]) -> Any:
+    def _checkpointed(
+        self, around: Checkpoints, states: list[Tensor], args: tuple[Any, ...], in_first_step: Sequence[int]
+    ) -> Any:
         """A call inside of a checkpoint, which runs it once more (recomputation.py)."""
         *own, _ = states  # but for the token
         weights = self._parameters([args[position] for position in self.positions])
         first = around.first_pass(weights)
         if first is None:
             self._settle(states)
-            with _disable_current_modes():  # a checkpoint that selects what it saves counts operators; these run once
-                copies = self._copies(args, states)
-                around.leave(FirstPass.of(weights, own, self, copies))
-            return self.compiled(*states, *copies, *args)
+            with self._counted(states, in_first_step):
+                with (
+                    _disable_current_modes()
+                ):  # a checkpoint that selects what it saves counts operators; these run once
+                    copies = self._copies(args, states)
+                    around.leave(FirstPass.of(weights, own, self, copies))
+                return self.compiled(*states, *copies, *args)
         around.leave(first)
         with first.repeated(own):
             copies = first.copies if first.runner is self else self._copies(args, states)

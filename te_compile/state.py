@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_compile import first_steps
 from te_compile.ops import agreement
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
@@ -194,6 +195,7 @@ def _waiting_for_data(state: ParameterState) -> ParameterState:
     _await_scales(state, "forward")
     for number in (state.forward_number, state.backward_number):
         weakref.finalize(state, _stop_waiting, number).atexit = False
+    weakref.finalize(state, first_steps.forget, state.forward_number).atexit = False
     return state
 
 
@@ -276,6 +278,11 @@ _pause = _calls_left = 0
 def lack_scales(numbers: Iterable[int]) -> bool:
     """Has one of these state tensors not been seen to have all its scales yet?"""
     return bool(_waiting) and any(number in _waiting for number in numbers)
+
+
+def lacking(numbers: Iterable[int]) -> list[int]:
+    """Those of these state tensors."""
+    return [number for number in numbers if number in _waiting]
 
 
 def poll() -> None:
@@ -380,6 +387,7 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
         state.forward.copy_(forward)
         state.backward.copy_(backward)
     state.gradient_max = GRADIENT_MAX
+    first_steps.forget(state.forward_number)
     state.next_place = None  # what it knows is of another training
     _changed()
     _looks.clear()  # what is on its way from the device was read before

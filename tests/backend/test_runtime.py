@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from te_compile import runtime, state, weight_cache
+from te_compile import first_steps, runtime, state, weight_cache
 from te_compile.ops import calibration
 from te_compile.passes import manager
 from te_compile.recipe import DelayedScaling, Format
@@ -76,11 +76,18 @@ def test_states_are_looked_up_until_nothing_is_new(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("nothing_waits")
 def test_once_all_scales_are_known_all_calls_share_one_token() -> None:
     run, weights = runner(), parameters()
-    assert run(*weights)[4] is not run(*weights)[4]
+    one, other = run(*weights)[4], run(*weights)[4]
+    assert one is not other
+    a_backward_runs(other)
     for each in states(weights):
         each.fill_(1.0)
     poll_often()
     assert run(*weights)[4] is run(*weights)[4] is run.token
+
+
+def a_backward_runs(token: Tensor) -> None:
+    """That of the call which was handed this token."""
+    token.sum().backward()
 
 
 class Graph:
@@ -103,7 +110,7 @@ def test_a_state_that_never_gets_a_scale_has_no_other_graph_measure() -> None:
         run.head_start.compiled = run.compiled
     few, many = parameters(), parameters()
     for step in range(4):
-        trains(*many)
+        a_backward_runs(trains(*many)[4])
         infers(*few)
         assert not calibration.pending(), "the token of a call is gone with it"
         if step == 1:
@@ -115,8 +122,9 @@ def test_a_state_that_never_gets_a_scale_has_no_other_graph_measure() -> None:
 
 
 @pytest.mark.usefixtures("nothing_waits")
-def test_a_backward_that_never_comes_has_no_forward_measure() -> None:
-    """As of an evaluation that forgets no_grad."""
+def test_a_backward_that_never_comes_has_no_forward_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an evaluation that forgets no_grad: its first calls might be one step, and no more than these measure."""
+    monkeypatch.setattr(first_steps, "MOST_CALLS", 3)
     run, weights = runner(), parameters()
     run.compiled = run.head_start.compiled = Graph()
     held = run(*weights)
@@ -124,12 +132,13 @@ def test_a_backward_that_never_comes_has_no_forward_measure() -> None:
     for weight in weights:
         state.states_of(weight)[LENGTH].forward.fill_(1.0)
     poll_often()
-    held.clear()
-    held = run(*weights)
-    assert calibration.pending(), "no gradient has a scale yet"
+    for _ in range(3):
+        held.clear()
+        held = run(*weights)
+        assert calibration.pending(), "no gradient has a scale yet"
     held.clear()
     run(*weights)
-    assert run.compiled.was_ready == [True, False, False] and not calibration.pending()
+    assert run.compiled.was_ready == [True] * 3 + [False] * 2 and not calibration.pending()
 
 
 @pytest.mark.usefixtures("nothing_waits")
