@@ -80,7 +80,8 @@ def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
 
 
 def test_adapters_that_are_called_for_a_norm_first_get_the_gradients_of_high_precision(seed: int) -> None:
-    """DoRA's, which sees an identity matrix in that call, behind a graph break. Of 12 draws the least cosine was 0.935."""
+    """DoRA's, which sees an identity matrix in that call, behind a graph break. The least cosine of 12 draws was
+    0.935."""
     case = adapted(16, False, use_dora=True)
     expected, fast = step(case, case.model, True, seed), compiled(case.model)
     for _ in range(2):
