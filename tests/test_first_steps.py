@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_compile import first_steps, load_state_dict, reset_state, state
+from te_compile.ops import agreement
 from te_compile.state_files import state_dict
 from tests.backend.models import L, Mlp, all_fp8
 from tests.compiling import BACKEND, compiled, gradients, relative_error
@@ -50,6 +51,18 @@ def test_calls_of_a_first_step_are_cut_off_by_none_before_them(compiler: str) ->
         inputs = views()
         assert_as_good_as_the_textbook(model, step(model, fast, inputs), inputs)
         assert not first_steps.is_on([state.existing_state(model.up.weight, L).forward_number])
+
+
+def test_calls_of_one_rank_among_several_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amaxes of the first call are agreed on before the second one, which leaves a scale."""
+    monkeypatch.setattr(agreement, "are_several", lambda: True)
+    monkeypatch.setattr(agreement, "agree", lambda amaxes: None)
+    model = Mlp()
+    fast = compiled(model)
+    for _ in range(2):
+        inputs = views()
+        assert_as_good_as_the_textbook(model, step(model, fast, inputs), inputs)
+    assert int((state.existing_state(model.up.weight, L).history[0] > 0).sum()) == 2 * len(GROWING)
 
 
 def test_the_history_knows_each_call_and_the_scale_all_of_them() -> None:
