@@ -2,7 +2,8 @@
 
 Dynamo's graph was traced with one kernel of an attention. Another's result may lie otherwise, as [batch, position,
 head, feature] where the first one's lay as [batch, head, position, feature], and a ``view`` that follows would not work
-on it. But most models permute the result and reshape it to rows, and then a copy beforehand would be one more pass.
+on it, nor would one outside of the graph, of a result. But most models permute the result and reshape it to rows, or
+add it to a residual, which says how the sum lies, and then a copy beforehand would be one more pass.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from typing import Any
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from te_compile.passes.captured_nodes import called, value_of
+from te_compile.passes.captured_nodes import called, value_of, writes
 from te_compile.passes.side_effects import may_change
 
 _PERMUTE = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _PUT_IN_ORDER = {"reshape", "flatten", "contiguous"}
+_PLAIN = {
+    "add", "sub", "mul", "truediv", "neg", "relu", "gelu", "silu", "sigmoid", "tanh", "float", "to", "type_as",
+    "layer_norm", "rms_norm", "linear",
+}  # fmt: skip
+"""Whose values depend on no order, unlike those of dropout, and whose layout follows from those of their operands."""
 
 
 def order_shows(node: Node, value: Tensor) -> bool:
@@ -26,26 +33,45 @@ def order_shows(node: Node, value: Tensor) -> bool:
 
     Of sizes that change nothing is asked, for each answer would become a guard.
     """
-    if not all(isinstance(size, int) for size in value.shape) or may_change(node):
-        return True
-    return any(_shows_it(user, node, value) for user in node.users)
+    otherwise, waiting = {node: value}, {node}
+    while waiting:
+        changed = min(waiting)  # whatever it is made from is known by now
+        waiting.remove(changed)
+        if not all(isinstance(size, int) for size in value_of(changed).shape):
+            return True
+        if _lie_alike(otherwise[changed], value_of(changed)):
+            continue
+        if may_change(changed):
+            return True
+        for user in changed.users:
+            made = _made_otherwise(user, otherwise)
+            if made is None:
+                return True
+            otherwise[user] = made
+            waiting.add(user)
+    return False
 
 
-def _shows_it(user: Node, node: Node, value: Tensor) -> bool:
-    name = called(user)
-    constants = pytree.tree_leaves((user.args[1:], user.kwargs))
-    if name not in _PERMUTE | _PUT_IN_ORDER or not user.args or user.args[0] is not node:
-        return True
-    if not all(type(constant) is int for constant in constants):
-        return True
-    made = _done(user, value)
-    if name in _PERMUTE:
-        return any(_shows_it(each, user, made) for each in user.users)
-    return not (made.is_contiguous() and value_of(user).is_contiguous())
-
-
-def _done(user: Node, value: Any) -> Tensor:
+def _made_otherwise(user: Node, otherwise: dict[Node, Tensor]) -> Tensor | None:
+    """What ``user`` makes where some of what it reads lies otherwise; None if that may show in more than its layout."""
+    name, read = called(user), map_arg((user.args, user.kwargs), lambda node: otherwise.get(node, value_of(node)))
+    if not isinstance(value_of(user), Tensor) or writes(user):
+        return None
+    if name in _PERMUTE | _PUT_IN_ORDER:
+        constants = pytree.tree_leaves((user.args[1:], user.kwargs))
+        if not user.args or not all(type(constant) is int for constant in constants):
+            return None
+    elif name not in _PLAIN:
+        return None
+    args, kwargs = read
     target: Any = getattr(Tensor, str(user.target)) if user.op == "call_method" else user.target
-    with value.fake_mode, enable_python_dispatcher():
-        made: Tensor = target(value, *user.args[1:], **user.kwargs)
-    return made
+    fake: Any = value_of(user)
+    with fake.fake_mode, enable_python_dispatcher():
+        made = target(*args, **kwargs)
+    return made if isinstance(made, Tensor) else None
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """In the same order, as far as that says anything: a dimension of size 1 may have any stride."""
+    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)

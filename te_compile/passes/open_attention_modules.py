@@ -6,7 +6,8 @@ projection, which the rest of the pipeline knows.
 
 Two liberties are taken with the layout, none with the values. A module with ``batch_first`` transposes its input for
 the call and the result back; the projections run on what lies behind the transposition, so that a norm before them
-stays next to them. And masks keep the size that they were given with, since attention broadcasts them.
+stays next to them, and so does the last one where nobody sees how its result lies in memory. And masks keep the size
+that they were given with, since attention broadcasts them.
 
 Self-attention multiplies by the whole packed weight. Where query, key and value differ, each multiplies by its rows of
 it; keys and values of one source, as in every decoder's cross-attention, by theirs together.
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from te_compile.passes.captured_nodes import argument, called, value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.memory_order import order_shows
 from te_compile.passes.weight_expressions import AUTOCAST_OUTSIDE
 from te_compile.passes.writing import Writer
 
@@ -191,6 +194,14 @@ def _is_dropped(attention: Node) -> bool:
     )
 
 
+def _order_shows(attention: Node) -> bool:
+    """Would it show if the result, [L, N, E], lay in memory as [N, L, E]?"""
+    result = value_of(attention)[0]
+    with result.fake_mode, enable_python_dispatcher():
+        otherwise = result.transpose(0, 1).contiguous().transpose(0, 1)
+    return any(order_shows(user, otherwise) for user in attention.users if user.args[1] == 0)
+
+
 def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
     """The call written out: its result [L, N, E] and the attention weights, if they are wanted."""
     q, k, v = _projections(write, a)
@@ -203,7 +214,7 @@ def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
             F.scaled_dot_product_attention, q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=_by_hint(a)
         )
     _, batch_first = _behind_batch_first(a.query)
-    batch_first = batch_first and not _is_dropped(write.place)
+    batch_first = batch_first and not _is_dropped(write.place) and not _order_shows(write.place)
     order = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
     joined = write.method("flatten", write.method("permute", result, *order), -2)
     out = write.call(F.linear, joined, a.out_proj_weight, a.out_proj_bias)

@@ -503,9 +503,9 @@ def _erase_unused(node: Node) -> None:
 
 
 def _replace(write: Writer, old: Node, new: Node) -> None:
-    """``new`` for ``old``, which was contiguous, as a view of it may need."""
+    """``new`` for ``old``, in the order in memory that ``old`` had where that may show, as in a view of it."""
     if old.users:
-        old.replace_all_uses_with(new if _takes_any_layout(old) else write.method("contiguous", new))
+        old.replace_all_uses_with(new if _takes_any_layout(old) else write.in_order_of(new, old))
 
 
 def recognise_attention(graph: Graph) -> int:

@@ -26,6 +26,8 @@ def is_row_sum(node: Node, space: IndexSpace) -> bool:
 
 
 def constant_shape(value: Tensor) -> list[int] | None:
-    """The shape as a view takes it, -1 for a symbolic size; None if there are two of those, or gaps in memory."""
+    """The shape as a view takes it, -1 for a symbolic size; None if there are two of those, or gaps in memory, or if
+    nothing follows from the others, for one is 0."""
     shape = [size if isinstance(size, int) else -1 for size in value.shape]
-    return shape if shape.count(-1) <= 1 and value.is_contiguous() else None
+    follows = shape.count(-1) == 0 or (shape.count(-1) == 1 and 0 not in shape)
+    return shape if follows and value.is_contiguous() else None

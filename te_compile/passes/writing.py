@@ -60,17 +60,16 @@ class Writer:
     def laid_out_like(self, node: Node, model: Node) -> Node:
         """``node``, for the users of ``model``: copied if its elements lie in another order than those of ``model`` and
         that shows, as in views that follow."""
-        if not order_shows(model, value_of(node)):
-            return node
+        return self.in_order_of(node, model) if order_shows(model, value_of(node)) else node
+
+    def in_order_of(self, node: Node, model: Node) -> Node:
+        """``node``, copied if its elements lie in another order than those of ``model``, of the same shape."""
         strides = [size_hint(stride) for stride in value_of(model).stride()]
         order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
         back = [order.index(dimension) for dimension in range(len(order))]
         if order == back == list(range(len(order))):
-            return node if value_of(node).is_contiguous() else self.method("contiguous", node)
-        ordered = self.method("permute", node, *order)
-        if value_of(ordered).is_contiguous():
-            return node
-        return self.method("permute", self.method("contiguous", ordered), *back)
+            return self.method("contiguous", node)
+        return self.method("permute", self.method("contiguous", self.method("permute", node, *order)), *back)
 
     def take_back(self) -> None:
         """Remove everything that was written."""

@@ -160,7 +160,7 @@ def test_cross_attention_with_a_packed_weight_takes_its_rows(batch_first: bool, 
 
 def test_the_projections_of_a_batch_first_module_read_what_is_before_its_transposition() -> None:
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    gm, _ = captured(lambda x: layer(x, x, x, need_weights=False)[0], tokens(True))
+    gm, _ = captured(lambda x: x + layer(x, x, x, need_weights=False)[0], tokens(True))
     open_attention_modules(gm.graph)
     gm.graph.eliminate_dead_code()
     packed, out = gm.graph.find_nodes(op="call_function", target=F.linear)
@@ -168,6 +168,46 @@ def test_the_projections_of_a_batch_first_module_read_what_is_before_its_transpo
     assert "scaled_dot_product_attention" in ops_text(gm.graph) and tuple(out.meta["example_value"].shape) == (
         BATCH, LENGTH, WIDTH,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("need_weights", (True, False))
+@pytest.mark.parametrize("batch_first", (True, False))
+@pytest.mark.parametrize("read", (
+    lambda y: y, lambda y: y.transpose(0, 1), lambda y: y.transpose(0, 1).flatten(1), lambda y: y.relu() * 2,
+    lambda y: torch.zeros(1, 1, WIDTH).expand(y.shape) + y,
+))  # fmt: skip
+def test_results_lie_in_memory_as_those_of_torch_do(
+    read: Callable[[Tensor], Tensor], batch_first: bool, need_weights: bool
+) -> None:
+    """Also where it is the model that transposes, before the module and behind it."""
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
+
+    def run(x: Tensor) -> Tensor:
+        given = x if batch_first else x.transpose(0, 1)
+        return read(layer(given, given, given, need_weights=need_weights)[0])
+
+    gm, examples = captured(run, tokens(True))
+    assert open_attention_modules(gm.graph) == 1
+    gm.recompile()
+    got, expected = gm(*examples)[0], run(tokens(True))
+    assert got.stride() == expected.stride()
+    fast = compiled(run)(tokens(True))
+    assert fast.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("need_weights", (True, False))
+@pytest.mark.parametrize("batch_first", (True, False))
+def test_a_view_of_a_result_works_where_it_does_in_torch(batch_first: bool, need_weights: bool) -> None:
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
+
+    def run(x: Tensor) -> Tensor:
+        given = x if batch_first else x.transpose(0, 1)
+        y = layer(given, given, given, need_weights=need_weights)[0]
+        return (y.transpose(0, 1) if batch_first else y).view(-1, WIDTH)
+
+    assert_computes_the_same(layer, run, tokens(True))
+    _, got = train_step(layer, compiled(run), tokens(True))
+    assert got.keys() == dict(layer.named_parameters()).keys()
 
 
 def test_dropout_is_that_of_the_call() -> None:

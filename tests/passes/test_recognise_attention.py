@@ -72,6 +72,12 @@ def by_einsum_keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhkd,bhqk->bhqd", v, weights)
 
 
+def by_einsum_to_positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Its result lies in the order of the product, [batch, head, position], which a view may rely on."""
+    weights = torch.einsum("bqhd,bkhd->bhqk", *(x.transpose(1, 2) for x in (q, k))).mul(0.5).softmax(dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v.transpose(1, 2)).transpose(1, 2).view(-1, LENGTH, WIDTH)
+
+
 def by_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.reshape(-1, LENGTH, WIDTH) for x in (q, k, v))
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), v).view(BATCH, HEADS, LENGTH, WIDTH)
@@ -103,8 +109,8 @@ def with_a_part_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [
     scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, shifted, shifted_apart_from_gradients,
-    dropped_with_nothing, by_einsum, by_einsum_keys_first, by_bmm, by_bmm_alone, viewed_as_contiguous,
-    with_a_part_switched_off,
+    dropped_with_nothing, by_einsum, by_einsum_keys_first, by_einsum_to_positions_first, by_bmm, by_bmm_alone,
+    viewed_as_contiguous, with_a_part_switched_off,
 ])  # fmt: skip
 def test_every_form_becomes_one_call(form: Attention) -> None:
     assert_recognised(form, *operands())
