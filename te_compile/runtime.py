@@ -17,6 +17,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import first_steps, state
@@ -71,24 +72,41 @@ def new_token(slots: int, device: torch.device) -> Tensor:
     return torch.zeros(slots, dtype=torch.float32, device=device, requires_grad=True)
 
 
-def _token_of_one_call(token: Tensor, states: list[int], window: int) -> tuple[Tensor, int]:
+def _token_of_one_call(token: Tensor) -> tuple[Tensor, int]:
     """One for a call whose scales may be missing, to its backward too: it lives as long as that may come. And the name
     of that time.
 
-    In the same memory, because CUDA graphs know it by its address. A loop may hold on to its loss, which keeps the
-    token alive, so a backward that has run and let its graph go says so itself; compiled autograd would trace that.
-    states: the numbers of the forward states of the call, whose first step ends with that backward; window: how many
-    amaxes their scales will be of.
+    In the same memory, because CUDA graphs know it by its address.
     """
     own = token.detach().requires_grad_()
-    moment = calibration.moment_of(own)
-    if not autograd_is_compiled():
-        own.register_hook(partial(_backward_has_run, moment, states, window))
-    return own, moment
+    return own, calibration.moment_of(own)
+
+
+_MOST_VIEWS = 3  # of the graph's own results, among what a call returns
+
+
+def _tell_when_backward_has_run(results: Any, token: Tensor, tell: Callable[..., None]) -> None:
+    """Have ``tell`` called after each backward pass of the call that ``token`` was made for and that returned
+    ``results``.
+
+    By its own node in autograd's graph, for a gradient of the token is nothing that ``torch.autograd.grad`` asks for.
+    """
+    for result in pytree.tree_leaves(results):
+        node = result.grad_fn if isinstance(result, Tensor) else None
+        for _ in range(_MOST_VIEWS):
+            if node is None:
+                break
+            if any(getattr(leaf, "variable", None) is token for leaf, _ in node.next_functions):
+                node.register_hook(tell)
+                return
+            node = node.next_functions[0][0] if node.next_functions else None
+    token.register_hook(tell)
 
 
 @torch._dynamo.disable
-def _backward_has_run(moment: int, states: list[int], window: int, _gradient: Tensor) -> None:
+def _backward_has_run(moment: int, states: list[int], window: int, *_gradients: Any) -> None:
+    """A loop may hold on to its loss, which keeps a call's token alive: once its graph is let go, no kernel has to be
+    ready for missing scales."""
     calls = first_steps.end(states)
     if calls > window:
         warnings.warn(_SHORT_HISTORY.format(calls=calls, window=window), stacklevel=2)
@@ -190,13 +208,16 @@ class Runner:
         tensors, moment = states.tensors.copy(), None
         measures = state.lack_scales(states.forward)
         if self.signature.training:
-            tensors[-1], moment = _token_of_one_call(tensors[-1], states.forward, self.window)
+            tensors[-1], moment = _token_of_one_call(tensors[-1])
             measures = measures or first_steps.is_on(states.forward)
         # A gradient's scale, which may never come, is no business of the forward pass.
         with calibration.expected() if measures else nullcontext():
             results = self._called(tensors, args, states.forward)
             if moment is not None:
                 calibration.expect(moment)
+                if not autograd_is_compiled():  # which would trace the hook
+                    tell = partial(_backward_has_run, moment, states.forward, self.window)
+                    _tell_when_backward_has_run(results, tensors[-1], tell)
         return results
 
     def _called(self, states: list[Tensor], args: tuple[Any, ...], in_first_step: Sequence[int] = ()) -> Any:

@@ -230,6 +230,10 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
         if state.forward.is_meta:
             moved = _fresh(parameter, state.history_length)
             state.forward, state.backward = moved.forward, moved.backward
+            first_steps.forget(state.forward_number)
+            _await_scales(state, "forward")
+            if state.trains:
+                _await_scales(state, "backward")
         else:
             state.forward = state.forward.to(parameter.device)
             state.backward = state.backward.to(parameter.device)

@@ -54,7 +54,7 @@ def test_calls_of_a_first_step_are_cut_off_by_none_before_them(options: dict[str
         expected, textbook = step(model, model, inputs), step(yardstick, yardstick, inputs)
         got = step(model, fast, inputs)
         for name, each in expected.items():
-            assert relative_error(got[name], each) < 1.3 * relative_error(textbook[name], each) + 0.02, name
+            assert relative_error(got[name], each) < 2 * relative_error(textbook[name], each) + 0.02, name
 
 
 def test_what_is_measured_depends_on_no_clock() -> None:
