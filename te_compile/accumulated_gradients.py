@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -83,6 +83,17 @@ class _Pass:
         if self.allowed is None:
             self.allowed = _adds_in_place() and not _has_hooks(self.node.register_hook)
         return self.allowed
+
+
+class BackwardHasRun:
+    """A hook of te_compile's own on autograd's node of a graph, told that its backward has run: it sees no gradient."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell = torch._dynamo.disable(tell)
+
+    def __call__(self, *_: Any) -> None:
+        """Autograd gives gradients, and takes None for as they are."""
+        self.tell()
 
 
 class _Here(threading.local):
@@ -161,7 +172,7 @@ def _has_hooks(register: Any) -> bool:
     handle = register(_nothing)
     hooks = handle.hooks_dict_ref()
     handle.remove()
-    return bool(hooks)
+    return not all(isinstance(hook, BackwardHasRun) for hook in hooks.values())
 
 
 def _nothing(*_: Any) -> None:

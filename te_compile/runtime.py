@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import first_steps, state
+from te_compile.accumulated_gradients import BackwardHasRun
 from te_compile.again import Memory
 from te_compile.flat_parameters import parameter_of
 from te_compile.head_start import HeadStart
@@ -85,7 +86,7 @@ def _token_of_one_call(token: Tensor) -> tuple[Tensor, int]:
 _MOST_VIEWS = 3  # of the graph's own results, among what a call returns
 
 
-def _tell_when_backward_has_run(results: Any, token: Tensor, tell: Callable[..., None]) -> None:
+def _tell_when_backward_has_run(results: Any, token: Tensor, tell: BackwardHasRun) -> None:
     """Have ``tell`` called after each backward pass of the call that ``token`` was made for and that returned
     ``results``.
 
@@ -103,8 +104,7 @@ def _tell_when_backward_has_run(results: Any, token: Tensor, tell: Callable[...,
     token.register_hook(tell)
 
 
-@torch._dynamo.disable
-def _backward_has_run(moment: int, states: list[int], window: int, *_gradients: Any) -> None:
+def _backward_has_run(moment: int, states: list[int], window: int) -> None:
     """A loop may hold on to its loss, which keeps a call's token alive: once its graph is let go, no kernel has to be
     ready for missing scales."""
     calls = first_steps.end(states)
@@ -217,7 +217,7 @@ class Runner:
                 calibration.expect(moment)
                 if not autograd_is_compiled():  # which would trace the hook
                     tell = partial(_backward_has_run, moment, states.forward, self.window)
-                    _tell_when_backward_has_run(results, tensors[-1], tell)
+                    _tell_when_backward_has_run(results, tensors[-1], BackwardHasRun(tell))
         return results
 
     def _called(self, states: list[Tensor], args: tuple[Any, ...], in_first_step: Sequence[int] = ()) -> Any:

@@ -129,6 +129,21 @@ def test_the_gradient_is_changed_in_place_and_stays_the_users_tensor(added: list
     assert {id(gradient) for gradient in added} == {id(gradient) for gradient in held.values()}
 
 
+def test_calls_of_a_first_step_add_as_later_ones_do(added: list[Tensor]) -> None:
+    """Though a hook tells when the backward of such a call has run."""
+
+    def nothing(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        """The step is the first one."""
+
+    def late(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        losses = [run(x).square().mean(), run(2 * x).square().mean()]
+        for loss in losses:
+            loss.backward()
+
+    both_ways(late, before=nothing)
+    assert len(added) == 2
+
+
 def test_gradients_set_to_zero_are_added_to(added: list[Tensor]) -> None:
     def zeroed(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
         backward(model, run, x)
