@@ -253,9 +253,8 @@ class Runner:
         if first is None:
             self._settle(states)
             with self._counted(states, in_first_step):
-                with (
-                    _disable_current_modes()
-                ):  # a checkpoint that selects what it saves counts operators; these run once
+                # A checkpoint that selects what it saves counts operators; these run once.
+                with _disable_current_modes():
                     copies = self._copies(args, states)
                     around.leave(FirstPass.of(weights, own, self, copies))
                 return self.compiled(*states, *copies, *args)

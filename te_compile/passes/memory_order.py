@@ -55,7 +55,8 @@ def order_shows(node: Node, value: Tensor) -> bool:
 def _made_otherwise(user: Node, otherwise: dict[Node, Tensor]) -> Tensor | None:
     """What ``user`` makes where some of what it reads lies otherwise; None if that may show in more than its layout."""
     name, read = called(user), map_arg((user.args, user.kwargs), lambda node: otherwise.get(node, value_of(node)))
-    if not isinstance(value_of(user), Tensor) or writes(user):
+    known = all(value_of(node) is not None for node in user.all_input_nodes)
+    if not known or not isinstance(value_of(user), Tensor) or writes(user):
         return None
     if name in _PERMUTE | _PUT_IN_ORDER:
         constants = pytree.tree_leaves((user.args[1:], user.kwargs))

@@ -65,6 +65,17 @@ def test_an_order_shows_in_views_results_random_numbers_and_what_is_written(
     assert shows(read)
 
 
+def test_beside_what_has_no_example_anything_shows() -> None:
+    gm, _ = captured(lambda x: x + torch.relu(x.sin().transpose(0, 1)).transpose(0, 1), torch.randn(5, 5, WIDTH))
+    (node,) = gm.graph.find_nodes(op="call_method", target="sin")
+    value = value_of(node)
+    with value.fake_mode:
+        otherwise = value.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not order_shows(node, otherwise)
+    del gm.graph.find_nodes(op="placeholder")[0].meta["example_value"]
+    assert order_shows(node, otherwise)
+
+
 def test_of_sizes_that_change_nothing_is_asked() -> None:
     def run(x: Tensor) -> Tensor:
         return x + torch.sin(x.transpose(0, 1)).transpose(0, 1)
