@@ -313,11 +313,12 @@ class Runner:
         ]  # fmt: skip
         found = _States([each.forward for each in states], [each.forward_number for each in states])
         if training:
-            found.tensors.extend(each.backward for each in states)
+            gradients = [each.gradients[self.gradient_max] for each in states]
+            found.tensors.extend(each.tensor for each in gradients)
             if not isinstance(weights[0], FakeTensor):
-                agreement.remember([tensor for each in states for tensor in (each.forward, each.backward)])
+                agreement.remember(list(found.tensors))
             found.tensors.append(self._token_beside(states[0].forward))
-            found.backward.extend(each.backward_number for each in states)
+            found.backward.extend(each.number for each in gradients)
         return found
 
     def _token_beside(self, state: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ compiled, Dynamo does not look, and the graph gets one parameter at two places. 
 were alone, and the last would win. So every place but the first has a state of its own there, which begins afresh, goes
 with the parameter's and is never saved: compiled anew, the graph has one place.
 
-A gradient's scale is one for E5M2 or for E4M3, as the recipe says, and those are a power of two apart. Where a recipe
-of the other format meets a parameter, its scale is moved there; else the gradients of one step would be clipped.
+A gradient's scale is one for E5M2 or for E4M3, as the recipe says, and those are a power of two apart. So each format
+has a row of its own, for backward passes of both may wait at a time. Where a recipe of the other format meets a
+parameter, its row learns what the last one's knows (gradient_states.py).
 
 They are saved and loaded on request (state_files.py). What is loaded is written into the tensors that exist, because a
 captured CUDA graph knows their addresses.
@@ -27,8 +28,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +38,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import first_steps
+from te_compile.gradient_states import GradientState, joined
 from te_compile.ops import agreement
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
-from te_compile.recipe import FP32_MAX, Format
+from te_compile.recipe import Format
 
 ROLES = ("x", "w", "gradient")  # rows 0 and 1 of the forward tensor, row 0 of the backward tensor
 FORWARD_ROWS, BACKWARD_ROWS = 2, 1
@@ -56,16 +59,20 @@ _numbers = itertools.count()  # names of state tensors
 
 @dataclass(eq=False)
 class ParameterState:
-    """The state of one parameter: forward [2, 2+L] for x and w, backward [1, 2+L] for the gradient, both fp32."""
+    """The state of one parameter: forward [2, 2+L] for x and w, and of its gradient one [1, 2+L] for each format that
+    it is quantised in, all fp32."""
 
     forward: Tensor
-    backward: Tensor
+    gradients: dict[float, GradientState]  # by the largest number of the format, which the scale aims at
     forward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
-    backward_number: int = field(default_factory=lambda: next(_numbers), repr=False)
-    gradient_max: float = field(default=GRADIENT_MAX, repr=False)  # the FP8 number that the gradient's scale aims at
-    trains: bool = field(default=False, repr=False)  # has a backward been announced?
+    gradient_max: float = field(default=GRADIENT_MAX, repr=False)  # of the format that was asked for last
     only_loaded: bool = field(default=False, repr=False)  # read from a file, and no compiled call has used it yet
     next_place: ParameterState | None = field(default=None, repr=False)  # of a graph that gets the parameter twice
+
+    @property
+    def backward(self) -> Tensor:
+        """[1, 2+L], the gradient's row for the format that was asked for last."""
+        return self.gradients[self.gradient_max].tensor
 
     @property
     def scale(self) -> Tensor:
@@ -88,13 +95,12 @@ class ParameterState:
         return self.forward.shape[1] - HISTORY
 
     def backward_for(self, gradient_max: float) -> Tensor:
-        """``backward`` with a scale that aims at ``gradient_max``: itself where that is so, otherwise a copy."""
-        if gradient_max == self.gradient_max:
-            return self.backward
-        moved = self.backward.clone()
-        moved[:, SCALE] *= gradient_max / self.gradient_max  # a power of two: nothing is rounded, and 0 stays 0
-        moved[:, SCALE].clamp_(max=FP32_MAX)
-        return moved
+        """[1, 2+L], a copy: what all formats know of the gradient, with a scale that aims at ``gradient_max``."""
+        return joined({aim: each.tensor for aim, each in self.gradients.items()}, gradient_max)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.forward, *(each.tensor for each in self.gradients.values())]
 
 
 # --- lookup --------------------------------------------------------------------------------------------------------
@@ -149,9 +155,9 @@ def state_of(
         _move(state, used)
     if training and state.gradient_max != gradient_max:
         _aim(state, gradient_max)
-    if training and not state.trains:
-        state.trains = True
-        _await_scales(state, "backward")
+    if training and not (gradient := state.gradients[gradient_max]).trains:
+        gradient.trains = True
+        _await_scales(state, gradient_max)
     return state
 
 
@@ -176,7 +182,7 @@ def _fresh(parameter: Tensor, history_length: int) -> ParameterState:
 
     # A tensor made in inference mode could never be updated by a training step.
     with torch.inference_mode(False), torch.no_grad():
-        return ParameterState(zeros(FORWARD_ROWS), zeros(BACKWARD_ROWS))
+        return ParameterState(zeros(FORWARD_ROWS), {GRADIENT_MAX: GradientState(zeros(BACKWARD_ROWS), next(_numbers))})
 
 
 def _create(parameter: Tensor, history_length: int) -> ParameterState:
@@ -192,8 +198,8 @@ def _create(parameter: Tensor, history_length: int) -> ParameterState:
 
 def _waiting_for_data(state: ParameterState) -> ParameterState:
     """``state``, whose scales are waited for as long as it lives."""
-    _await_scales(state, "forward")
-    for number in (state.forward_number, state.backward_number):
+    _await_scales(state)
+    for number in (state.forward_number, *(each.number for each in state.gradients.values())):
         weakref.finalize(state, _stop_waiting, number).atexit = False
     weakref.finalize(state, first_steps.forget, state.forward_number).atexit = False
     return state
@@ -217,10 +223,17 @@ def _require_no_other_loaded(parameter: Tensor, history_length: int) -> None:
 
 
 def _aim(state: ParameterState, gradient_max: float) -> None:
-    """Make the gradient's scale one for another FP8 type, in place."""
+    """Have the gradient's row for another FP8 type, which knows what those for others do."""
     with torch.inference_mode(False), torch.no_grad():
-        state.backward.copy_(state.backward_for(gradient_max))
-    state.gradient_max = gradient_max
+        known = state.backward_for(gradient_max)
+        if (own := state.gradients.get(gradient_max)) is not None:
+            own.tensor.copy_(known)
+        else:
+            own = state.gradients[gradient_max] = GradientState(known, next(_numbers))
+            weakref.finalize(state, _stop_waiting, own.number).atexit = False
+    last, state.gradient_max = state.gradient_max, gradient_max
+    if not state.gradients[last].trains:  # no backward has it
+        del state.gradients[last]
     _changed()
 
 
@@ -229,14 +242,17 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
         if state.forward.is_meta:
             moved = _fresh(parameter, state.history_length)
-            state.forward, state.backward = moved.forward, moved.backward
+            state.forward = moved.forward
             first_steps.forget(state.forward_number)
-            _await_scales(state, "forward")
-            if state.trains:
-                _await_scales(state, "backward")
+            _await_scales(state)
+            for aim, each in state.gradients.items():
+                each.tensor = moved.backward.clone()
+                if each.trains:
+                    _await_scales(state, aim)
         else:
             state.forward = state.forward.to(parameter.device)
-            state.backward = state.backward.to(parameter.device)
+            for each in state.gradients.values():
+                each.tensor = each.tensor.to(parameter.device)
     _changed()
 
 
@@ -274,7 +290,8 @@ class _Look:
 
 LONGEST_PAUSE = 256  # calls between two looks at states that never get a scale, such as that of an unused backward
 
-_waiting: dict[int, tuple[weakref.ref[ParameterState], str]] = {}  # number → the state and "forward" or "backward"
+# By the number of a state tensor, the state and, of a gradient's, the format's largest number.
+_waiting: dict[int, tuple[weakref.ref[ParameterState], float | None]] = {}
 _looks: dict[torch.device, _Look] = {}
 _pause = _calls_left = 0
 
@@ -321,10 +338,10 @@ def poll() -> None:
 def _waiting_tensors() -> dict[torch.device, list[tuple[int, Tensor]]]:
     """By device, the number and tensor of each state without a scale."""
     found: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, (reference, direction) in list(_waiting.items()):
+    for number, (reference, gradient_max) in list(_waiting.items()):
         state = reference()
         if state is not None:
-            tensor = state.forward if direction == "forward" else state.backward
+            tensor = state.forward if gradient_max is None else state.gradients[gradient_max].tensor
             found.setdefault(tensor.device, []).append((number, tensor))
     return found
 
@@ -352,13 +369,13 @@ def _read(look: _Look) -> None:
             _stop_waiting(number)
 
 
-def _await_scales(state: ParameterState, direction: str) -> None:
-    """Calls with this state let kernels be ready for scales of 0 until every row of this direction has one; look at the
-    next call."""
+def _await_scales(state: ParameterState, gradient_max: float | None = None) -> None:
+    """Calls with this state let kernels be ready for scales of 0 until every row of its forward tensor, or of the
+    gradient's of one format, has one; look at the next call."""
     global _pause, _calls_left
     _pause = _calls_left = 0
-    number = state.forward_number if direction == "forward" else state.backward_number
-    _waiting[number] = (weakref.ref(state), direction)
+    number = state.forward_number if gradient_max is None else state.gradients[gradient_max].number
+    _waiting[number] = (weakref.ref(state), gradient_max)
 
 
 def _stop_waiting(number: int) -> None:
@@ -386,23 +403,26 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
     if state is None:
         state = _create(parameter, history_length)
         state.only_loaded = True
-    agreement.let_go([state.forward, state.backward])
+    agreement.let_go(state.tensors())
     with torch.inference_mode(False), torch.no_grad():
         state.forward.copy_(forward)
-        state.backward.copy_(backward)
-    state.gradient_max = GRADIENT_MAX
+        for aim, each in state.gradients.items():
+            each.tensor.copy_(joined({GRADIENT_MAX: backward}, aim))
     first_steps.forget(state.forward_number)
     state.next_place = None  # what it knows is of another training
     _changed()
     _looks.clear()  # what is on its way from the device was read before
-    for number, direction, loaded in (
-        (state.forward_number, "forward", forward),
-        (state.backward_number, "backward", backward),
-    ):
-        if bool((loaded[:, SCALE] > 0).all()):
-            _stop_waiting(number)
-        elif direction == "forward" or state.trains:
-            _await_scales(state, direction)
+    _await_again(state.forward_number, forward, partial(_await_scales, state))
+    for aim, each in state.gradients.items():
+        _await_again(each.number, backward, partial(_await_scales, state, aim) if each.trains else None)
+
+
+def _await_again(number: int, loaded: Tensor, wait: Callable[[], None] | None) -> None:
+    """``wait`` for scales of the state tensor ``number`` that ``loaded`` lacks."""
+    if bool((loaded[:, SCALE] > 0).all()):
+        _stop_waiting(number)
+    elif wait is not None:
+        wait()
 
 
 # --- by the model's names -------------------------------------------------------------------------------------------

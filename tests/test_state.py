@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_compile import state as module
-from te_compile.state import ROLES, ParameterState, existing_state, poll, skipped_counts, state_of
+from te_compile.state import ROLES, ParameterState, existing_state, overwrite, poll, skipped_counts, state_of
 from te_compile.state_files import load_state_dict, state_dict
 from tests.states import LENGTH, fill, poll_often, scales_are_missing, two_layers, used
 
@@ -44,15 +44,34 @@ def test_a_gradients_scale_follows_the_format_of_the_recipe() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
     state = state_of(parameter, LENGTH, training=True)
     fill(state)
-    before = state.backward.clone()
-    assert state_of(parameter, LENGTH, gradient_max=448.0).backward is state.backward
-    assert torch.equal(state.backward, before), "inference asks for no gradients"
-    tensor = state.backward
-    assert state_of(parameter, LENGTH, training=True, gradient_max=448.0).backward is tensor
-    assert torch.equal(tensor[:, 0], before[:, 0] / 128) and torch.equal(tensor[:, 1:], before[:, 1:])
+    hybrid = state.backward
+    before = hybrid.clone()
+    assert state_of(parameter, LENGTH, gradient_max=448.0).backward is hybrid, "inference asks for no gradients"
+    e4m3 = state_of(parameter, LENGTH, training=True, gradient_max=448.0).backward
+    assert torch.equal(e4m3[:, 0], before[:, 0] / 128) and torch.equal(e4m3[:, 1:], before[:, 1:])
     assert torch.equal(state.backward_for(57344.0), before), "what is written to a file"
-    state_of(parameter, LENGTH, training=True)
-    assert torch.equal(tensor, before)
+    assert state_of(parameter, LENGTH, training=True).backward is hybrid
+    assert torch.equal(hybrid, before)
+
+
+def test_a_format_that_no_backward_has_used_keeps_nothing() -> None:
+    state = state_of(nn.Parameter(torch.rand(3, 4)), LENGTH)
+    assert state.gradients.keys() == {57344.0}
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, LENGTH, training=True, gradient_max=448.0)
+    assert state.gradients.keys() == {448.0}
+
+
+def test_what_is_loaded_reaches_the_gradients_of_every_format() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    for gradient_max in (57344.0, 448.0):
+        state = state_of(parameter, LENGTH, training=True, gradient_max=gradient_max)
+    tensors = {aim: each.tensor for aim, each in state.gradients.items()}
+    forward, backward = torch.rand(2, 2 + LENGTH), torch.rand(1, 2 + LENGTH)
+    overwrite(parameter, forward, backward)
+    assert torch.equal(state.forward, forward) and torch.equal(tensors[57344.0], backward)
+    assert torch.equal(tensors[448.0][:, 0], backward[:, 0] / 128)
+    assert torch.equal(tensors[448.0][:, 1:], backward[:, 1:])
 
 
 def test_equal_parameters_have_states_of_their_own() -> None:
