@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_compile.ops import agreement
+from te_compile.ops import agreement, same_layers
 from te_compile.passes import manager
 from te_compile.runtime import Runner
 from te_compile.state import states_by_name
@@ -78,7 +78,7 @@ def test_the_pieces_of_a_graph_agree_once_a_step(one_rank: DeviceMesh, monkeypat
     fast = compiled(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1), compiler="inductor")
     for _ in range(3):
         fast(torch.randn(4, WIDTH)).sum().backward()
-    assert exchanges == [9, 9, 9]  # of x, w and the gradient in each linear
+    assert exchanges == [9 + same_layers.NUMBERS] * 3  # of x, w and the gradient in each linear
     assert all((state.scale > 0).all() for _, _, state in states_by_name(model))
     runners = [each for each in gc.get_objects() if type(each) is Runner and each.token is not None]
     assert runners and not any(isinstance(runner.token, FakeTensor) for runner in runners)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_compile import state
+from te_compile.ops import same_layers
 from te_compile.passes import manager
 from te_compile.state import StateError
 from te_compile.state_files import load_state_dict, state_dict
@@ -317,6 +318,9 @@ def test_data_parallel_ranks_agree_on_gradients_and_if_asked_on_amaxes(reduce_am
     for name, entry in first["state"].items():
         agree = torch.equal(entry, second["state"][name])
         assert agree is reduce_amax, name
+    for rank in (first, second):
+        assert rank["logged"] == []
+        assert rank["of_own_layers"] == ([same_layers.WARNING] if reduce_amax else [])
 
 
 def test_tensor_parallel_linears_stay_and_the_others_run_in_fp8(one_rank: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ runs inside of CUDA graphs or compiled autograd is agreed on where it stands.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_compile.ops import same_layers
+
 Update = Callable[..., object]
 """Updates states, the first argument, by amaxes, the second, one for each of their rows; the others say how."""
 
@@ -34,13 +37,15 @@ Update = Callable[..., object]
 class _Measured:
     """Amaxes that this rank has seen, fp32 [rows of all states], and what is done with the largest of all ranks.
 
-    ``stream``: the one that they were measured on; 0 on a CPU.
+    ``order``: the places of the states in the order of first use. ``stream``: the one that they were measured on; 0 on
+    a CPU.
     """
 
     amaxes: Tensor
     states: list[Tensor]
     update: Update
     how: tuple[str, ...]
+    order: list[int]
     stream: int = 0
 
     def arrive(self) -> None:
@@ -74,25 +79,38 @@ def agree(amaxes: Tensor) -> None:
 
 # --- which states may be updated later ------------------------------------------------------------------------------
 
-_lasting: dict[int, ref[Tensor]] = {}  # states that outlive a pass, by their addresses
+
+@dataclass
+class _Lasting:
+    """A state that outlives a pass, and its place in the order in which such states were first used."""
+
+    state: ref[Tensor]
+    place: int
+
+
+_lasting: dict[int, _Lasting] = {}  # by their addresses
+_places = itertools.count()
 
 
 def remember(states: Sequence[Tensor]) -> None:
     """These very tensors are states, as they are handed to compiled graphs."""
     for state in states:
         address = state.data_ptr()
-        _lasting[address] = ref(state, partial(_forget, address))
+        known = _lasting.get(address)
+        if known is None or known.state() is not state:
+            _lasting[address] = _Lasting(ref(state, partial(_forget, address)), next(_places))
 
 
 def _forget(address: int, gone: ref[Tensor]) -> None:
-    if _lasting.get(address) is gone:
+    known = _lasting.get(address)
+    if known is not None and known.state is gone:
         del _lasting[address]
 
 
 def are_lasting(states: Sequence[Tensor]) -> bool:
     """Are these the states themselves? A compiler may hand an operator that changes its arguments copies of them, and
     write these back when it has run."""
-    return all((known := _lasting.get(state.data_ptr())) is not None and known() is not None for state in states)
+    return all((known := _lasting.get(state.data_ptr())) is not None and known.state() is not None for state in states)
 
 
 def may_wait(states: Sequence[Tensor], amaxes: Tensor) -> bool:
@@ -135,14 +153,16 @@ def agree_later(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple
     """Have the ranks agree on ``amaxes``, fp32 [R], and ``states`` updated by them, at the end of the backward pass:
     of this one or, in a forward pass, of the next one.
 
-    states: fp32, R rows in all. Updates that are told the same ``how`` may be done in one. ``amaxes`` is the caller's
-    to give away. What the process group raises, the backward pass raises at its end.
+    states: fp32, R rows in all, lasting ones (:func:`may_wait`). Updates that are told the same ``how`` may be done in
+    one. ``amaxes`` is the caller's to give away. What the process group raises, the backward pass raises at its end.
     """
     device = amaxes.device
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    addresses = [state.data_ptr() for state in states]
+    order = [_lasting[address].place for address in addresses]
     waiting = _of_this_pass()
-    waiting.append(_Measured(amaxes, states, update, how, stream))
-    _awaited.update(dict.fromkeys([state.data_ptr() for state in states], ref(waiting)))
+    waiting.append(_Measured(amaxes, states, update, how, order, stream))
+    _awaited.update(dict.fromkeys(addresses, ref(waiting)))
 
 
 def _of_this_pass() -> _Waiting:
@@ -203,13 +223,23 @@ def _settle(*several: _Waiting) -> None:
 def _settle_on(arriving: Sequence[_Measured]) -> None:
     """What lies on one device: one exchange, if there are other ranks still, and one amax after the other, so that each
     update finds those of its own in one tensor."""
-    together = arriving[0].amaxes if len(arriving) == 1 else torch.cat([each.amaxes for each in arriving])
-    if are_several():
-        agree(together)
     batches = _batches(arriving)
     sizes = [sum(each.amaxes.numel() for each in batch) for batch in batches]
-    for batch, amaxes in zip(batches, together.split(sizes), strict=True):
+    for batch, amaxes in zip(batches, _agreed(arriving).split(sizes), strict=True):
         batch[0].update([state for each in batch for state in each.states], [amaxes], *batch[0].how)
+
+
+def _agreed(arriving: Sequence[_Measured]) -> Tensor:
+    """All their amaxes in a row, fp32, the largest of all ranks if there are others still."""
+    amaxes = [each.amaxes for each in arriving]
+    if not are_several():
+        return torch.cat(amaxes)
+    measured = sum(each.numel() for each in amaxes)
+    order = [place for each in arriving for place in each.order]
+    together = torch.cat([*amaxes, same_layers.fingerprint(order, amaxes[0].device)])
+    agree(together)
+    same_layers.look_at(together[measured:])
+    return together[:measured]
 
 
 def _batches(waiting: Sequence[_Measured]) -> list[list[_Measured]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from te_compile.ops import agreement, scaling
+from te_compile.ops import agreement, same_layers, scaling
 from te_compile.ops.scaling import UPDATE_SCALES
 from te_compile.recipe import DelayedScaling, remember
 from te_compile.state_files import state_dict
@@ -23,6 +23,7 @@ from tests.compiling import compiled
 from tests.in_backward import in_backward
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_dynamo")
+MORE = same_layers.NUMBERS  # in an exchange at the end of a pass
 KEY = remember(DelayedScaling(amax_history_len=4))
 
 
@@ -72,7 +73,7 @@ def test_a_backward_pass_updates_all_at_its_end(reductions: list[int], updates: 
         seen.append(states[0].abs().max().item())
 
     in_backward(first, lambda: UPDATE_SCALES(states[2:], [amaxes[2]], "backward", KEY))
-    assert seen == [0.0] and reductions == [3] and updates == [3]
+    assert seen == [0.0] and reductions == [3 + MORE] and updates == [3]
     for state, amax in zip(states, amaxes, strict=True):
         assert state[0].tolist() == [pytest.approx(57344.0 / amax.item()), 0.0, amax.item(), 0.0, 0.0, 0.0]
 
@@ -84,7 +85,7 @@ def test_forward_passes_wait_for_the_next_backward_pass(reductions: list[int], u
         UPDATE_SCALES([state], [amax], "forward", KEY)
     assert not any(state.any() for state in states) and not reductions
     in_backward(*(partial(UPDATE_SCALES, [states[at]], [amaxes[at]], "backward", KEY) for at in (3, 2)))
-    assert reductions == [4] and updates == [2, 2]
+    assert reductions == [4 + MORE] and updates == [2, 2]
     for state, amax, most in zip(states, amaxes, (448.0, 448.0, 57344.0, 57344.0), strict=True):
         assert state[0].tolist() == [pytest.approx(most / amax.item()), 0.0, amax.item(), 0.0, 0.0, 0.0]
 
@@ -104,9 +105,9 @@ def test_a_forward_pass_that_reads_finds_states_updated(reductions: list[int]) -
     agreement.settle_before_reading([second])
     assert not reductions and not first.any()
     agreement.settle_before_reading([second, first])
-    assert reductions == [1] and first[0, 2] == 1
+    assert reductions == [1 + MORE] and first[0, 2] == 1
     agreement.settle_before_reading([first])
-    assert reductions == [1]
+    assert reductions == [1 + MORE]
 
 
 def test_what_waits_when_the_other_ranks_have_gone_is_entered_alone(
@@ -128,7 +129,7 @@ def test_states_that_were_written_keep_what_was_written(reductions: list[int]) -
     agreement.settle_before_reading([written])
     assert not reductions
     agreement.settle_before_reading([other])
-    assert reductions == [2] and other[0, 2] == 1 and bool((written == 7.0).all())
+    assert reductions == [2 + MORE] and other[0, 2] == 1 and bool((written == 7.0).all())
 
 
 def test_what_a_checkpoint_runs_anew_is_not_entered_again(reductions: list[int], updates: list[int]) -> None:
@@ -189,12 +190,12 @@ def test_updates_on_other_devices_are_done_apart(reductions: list[int], monkeypa
     monkeypatch.setattr(agreement, "agree", lambda amaxes: reductions.append(amaxes.numel()))
     devices = ["cpu", "meta", "meta", "cpu"]
     waiting = agreement._Waiting(
-        agreement._Measured(torch.ones(1, device=each), [torch.zeros(1, 6, device=each)], update, ())
+        agreement._Measured(torch.ones(1, device=each), [torch.zeros(1, 6, device=each)], update, (), [0])
         for each in devices
     )
     agreement._settle(waiting)
     assert sorted(itertools.chain(*noted)) == sorted(devices) and all(len(set(each)) == 1 for each in noted)
-    assert reductions == [2, 2]
+    assert reductions == [2 + MORE, 2 + MORE]
 
 
 def test_whoever_comes_second_finds_nothing_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ def test_whoever_comes_second_finds_nothing_left_to_do(monkeypatch: pytest.Monke
         noted.append(len(states))
 
     monkeypatch.setattr(agreement, "agree", lambda amaxes: agreement._settle(waiting))
-    waiting += [agreement._Measured(torch.ones(1), [torch.zeros(1, 6)], update, ()) for _ in range(3)]
+    waiting += [agreement._Measured(torch.ones(1), [torch.zeros(1, 6)], update, (), [0]) for _ in range(3)]
     agreement._settle(waiting)
     assert noted == [3] and not waiting
 
@@ -224,7 +225,7 @@ def test_a_forward_pass_within_a_backward_pass_finds_states_updated(reductions: 
         lambda: UPDATE_SCALES(states, [torch.full((2,), 3.0)], "backward", KEY),
     )
     assert seen == [[1.0, 1.0]] and [state[0, 2].item() for state in states] == [3.0, 3.0]
-    assert reductions == [2, 2] and updates == [2, 2]
+    assert reductions == [2 + MORE, 2 + MORE] and updates == [2, 2]
 
 
 def test_compiled_autograd_does_not_wait(reductions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +270,37 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
         in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY), fail)
     gc.collect()
     assert not agreement._waiting and not states[0].any()
+
+
+def test_a_state_keeps_its_place_as_long_as_it_lives() -> None:
+    def places(states: list[Tensor]) -> list[int]:
+        return [agreement._lasting[state.data_ptr()].place for state in states]
+
+    states = fresh(2)
+    begin, after = places(states)
+    agreement.remember(states[::-1])
+    assert after == begin + 1 and places(states) == [begin, after]
+    later = fresh(1)
+    assert places(later) == [after + 1]
+
+
+@pytest.mark.parametrize("of_the_other_rank", [(0, 1), (1, 0), (0,), (0, 2)])
+def test_ranks_that_run_other_layers_are_told(
+    of_the_other_rank: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(same_layers, "_told", False)
+    states = fresh(2)
+    begin = agreement._lasting[states[0].data_ptr()].place
+    other = same_layers.fingerprint([begin + each for each in of_the_other_rank], torch.device("cpu")).clone()
+
+    def agree(amaxes: Tensor) -> None:
+        amaxes[-MORE:] = torch.maximum(amaxes[-MORE:], other)
+
+    monkeypatch.setattr(agreement, "agree", agree)
+    for step in range(2):
+        in_backward(lambda: UPDATE_SCALES(states, [torch.ones(2)], "backward", KEY))
+        assert [state[0, 2 + step].item() for state in states] == [1.0, 1.0]
+    assert caplog.messages == ([] if of_the_other_rank == (0, 1) else [same_layers.WARNING])
 
 
 Blocks = Sequence[Callable[..., Tensor]]

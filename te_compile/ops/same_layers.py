@@ -1,0 +1,89 @@
+"""Do all data-parallel ranks exchange the amaxes of the same layers? A warning says so where they do not.
+
+An exchange knows amaxes by their places. A rank that has dropped a layer, or taken another branch of the model, has
+another layer's in one of them, and where all have as many as before, each takes the larger of two that have nothing to
+do with one another: no step fails, and scales stay smaller than they need to be. So an exchange carries two numbers
+more, a fingerprint of the states that take part and its negative. The largest of each over all ranks add up to zero
+only where the ranks have the same fingerprint.
+
+States are told apart by the order in which they were first used in training, which ranks that train the same layers
+have in common, and nothing else has: a name in a graph is that of many blocks which are compiled one by one.
+
+Nobody waits for the answer. The host reads it at a later exchange, when it has arrived from the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG = logging.getLogger("te_compile")
+WARNING = (
+    "te_fp8: data-parallel ranks have run different layers in one step, and amaxes of one were taken for those of "
+    "another. With reduce_amax=False in the recipe each rank keeps its own."
+)
+NUMBERS = 2  # that an exchange carries more
+_MOST_KEPT = 64  # of a few kinds of steps: with and without some blocks
+
+
+@dataclass
+class _Answer:
+    """On its way from a device: ``total``, fp32 [] in pinned memory, is 0 where all ranks are the same."""
+
+    total: Tensor
+    ready: torch.cuda.Event
+
+
+_fingerprints: dict[tuple[torch.device, int], Tensor] = {}
+_answers: dict[torch.device, _Answer] = {}
+_told = False
+
+
+def fingerprint(order: Sequence[int], device: torch.device) -> Tensor:
+    """fp32 [2], to be exchanged behind the amaxes of the states that have these places in the order of first use; not
+    to be written to."""
+    number = zlib.crc32(array("q", order).tobytes()) & 0xFFFFFF  # fp32 holds integers of 24 bits
+    kept = _fingerprints.get((device, number))
+    if kept is None:
+        if len(_fingerprints) >= _MOST_KEPT:
+            _fingerprints.clear()
+        kept = _fingerprints[device, number] = torch.tensor([number, -number], dtype=torch.float32, device=device)
+    return kept
+
+
+def look_at(agreed: Tensor) -> None:
+    """``agreed``, fp32 [2]: what a fingerprint has become by the reduction by the largest. Warns once in a process."""
+    if _told or agreed.is_meta:
+        return
+    device = agreed.device
+    if device.type != "cuda":
+        _tell(agreed.sum())
+        return
+    answer = _answers.get(device)
+    if answer is not None:
+        if not answer.ready.query():
+            return  # one at a time: a device that lags behind is asked about some of the steps
+        _tell(answer.total)
+    _answers[device] = _answer(agreed)
+
+
+def _answer(agreed: Tensor) -> _Answer:
+    with torch.cuda.device(agreed.device):
+        total = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+        total.copy_(agreed.sum(), non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+    return _Answer(total, ready)
+
+
+def _tell(total: Tensor) -> None:
+    global _told
+    if not _told and total.item() != 0:
+        _told = True
+        LOG.warning(WARNING)
