@@ -94,6 +94,18 @@ MODELS = {
         train=(4, 2048),
         prefill=(1, 2048),
     ),
+    # Mistral-7B's shape, 4 of its 32 layers; each query sees the last 4096 keys
+    "mistral7b": Model(
+        "MistralForCausalLM",
+        "MistralConfig",
+        {
+            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
+            "max_position_embeddings": 8192,
+        },
+        train=(1, 8192),
+        prefill=(1, 8192),
+    ),
     # GPT-2 XL's shape, 8 of its 48 layers; its linears are Conv1D
     "gpt2xl": Model(
         "GPT2LMHeadModel",

@@ -41,6 +41,7 @@ from te_compile.passes.select import select_linears
 from te_compile.passes.share_one_head import share_one_head
 from te_compile.passes.spell_out import spell_out_linears
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
+from te_compile.passes.varying_attentions import varying_attentions
 from te_compile.passes.window_attentions import window_attentions
 from te_compile.runtime import Runner, example_inputs_of
 
@@ -101,6 +102,7 @@ def rewrite(
     compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
+    compilation.run("varying_attentions", partial(varying_attentions, regions, plan, chosen), graph)
     compilation.run("draw_dropouts", partial(draw_dropouts, regions, plan, chosen), graph)
     if chosen.strict:
         plan.require_all_supported()

@@ -21,9 +21,9 @@ te_status te_cuda_quantize(int, const void*, te_dtype, int64_t, int64_t, const f
 
 te_status te_cuda_norm_quantize(const te_norm*) { return not_built(); }
 
-te_status te_cuda_dropout_attention(const te_dropout_attention*) { return not_built(); }
+te_status te_cuda_attention(const te_attention*) { return not_built(); }
 
-te_status te_cuda_dropout_attention_backward(const te_dropout_attention*) { return not_built(); }
+te_status te_cuda_attention_backward(const te_attention*) { return not_built(); }
 
 te_status te_cuda_grouped_gemm(const te_grouped_gemm*) { return not_built(); }
 

@@ -136,36 +136,39 @@ typedef struct te_heads {
   int64_t batch, row, head;
 } te_heads;
 
-/* Scaled dot-product attention of which bits say what weights to keep, forward and backward, in 16 bits with fp32 sums:
+/* Scaled dot-product attention, with bits that say what weights to keep or without, forward and backward, in 16 bits with
+ * fp32 sums:
  *
  *   p = softmax(scale * q k^T)        z = kept ? growth : 0        out = (p z) v        logsumexp of each row of logits
  *   ds = p (z (dout v^T) - sum(dout out)) scale      dq = ds k      dk = ds^T q      dv = (p z)^T dout
  *
  * bits: [batches * heads, 2 ceil(keys / 64), queries] words; of key 64 b + 8 j + 2 l + e (j < 8, l < 4, e < 2) bit
- * 16 (l % 2) + 8 e + j of word 2 b + l / 2. width: a multiple of 8 up to 128. causal: no query sees a key that comes
- * after it, and there are as many. Compute capability 9.0.
+ * 16 (l % 2) + 8 e + j of word 2 b + l / 2. Null keeps every weight; growth must be 1 then, and heads a multiple of
+ * key_heads: as many of queries in a row read the same keys and values. Otherwise there are as many of both. width: a
+ * multiple of 8 up to 128. left, right: how many keys before its own place, and after it, a query sees; below 0 all. If not
+ * all there are as many keys as queries, and bits only with right 0 and left below 0. Compute capability 9.0.
  *
- * The backward pass reads what the forward pass wrote; queries must be a multiple of 64 there and keys of 128, and
- * batches * heads * queries * 130 floats of workspace are overwritten. It adds up dq in the order in which blocks come:
- * its last bits may differ from run to run. */
-typedef struct te_dropout_attention {
+ * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * 130 floats of workspace,
+ * queries rounded up to a multiple of 64. With bits queries must be such a multiple and keys one of 128. It adds up dq in
+ * the order in which blocks come: its last bits may differ from run to run. */
+typedef struct te_attention {
   int32_t device;
   te_dtype dtype; /* of q, k, v, out, grad, dq, dk and dv: TE_FLOAT16 or TE_BFLOAT16 */
-  int32_t causal;
-  int64_t batches, heads, queries, keys, width;
+  int64_t left, right;
+  int64_t batches, heads, key_heads, queries, keys, width;
   float scale, growth;
   te_heads q, k, v;
   const uint32_t* bits;
-  void* out;        /* [batches, queries, heads, width], contiguous, as dq; dk and dv have keys for queries */
+  void* out;        /* [batches, queries, heads, width], contiguous, as dq; dk and dv: [batches, keys, key_heads, width] */
   float* logsumexp; /* [batches, heads, queries] */
   te_heads grad;    /* of out; this and what follows is for the backward pass */
   float* workspace;
   void *dq, *dk, *dv;
   void* stream;
-} te_dropout_attention;
+} te_attention;
 
-te_status te_cuda_dropout_attention(const te_dropout_attention* task);
-te_status te_cuda_dropout_attention_backward(const te_dropout_attention* task);
+te_status te_cuda_attention(const te_attention* task);
+te_status te_cuda_attention_backward(const te_attention* task);
 
 /* y[t] = a_scale_inv * b_scale_inv * (a[t] times the transpose of b[e]) for each token t of expert e: those from ends[e - 1],
  * 0 for the first, up to ends[e]. Tokens after the last end get zeros.

@@ -134,19 +134,21 @@ te_heads heads_of(Address x, const Strides& strides) {
   return {pointer<const void>(x), strides[0], strides[1], strides[2]};
 }
 
-te_dropout_attention attention_of(int device, int dtype, bool causal, const std::array<int64_t, 5>& sizes, float scale,
-                                  float growth, Address q, const Strides& q_strides, Address k, const Strides& k_strides,
-                                  Address v, const Strides& v_strides, Address bits, Address out, Address logsumexp,
-                                  Address stream) {
-  te_dropout_attention task{};
+te_attention attention_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
+                          float scale, float growth, Address q, const Strides& q_strides, Address k,
+                          const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address out,
+                          Address logsumexp, Address stream) {
+  te_attention task{};
   task.device = device;
   task.dtype = static_cast<te_dtype>(dtype);
-  task.causal = causal;
+  task.left = left;
+  task.right = right;
   task.batches = sizes[0];
   task.heads = sizes[1];
-  task.queries = sizes[2];
-  task.keys = sizes[3];
-  task.width = sizes[4];
+  task.key_heads = sizes[2];
+  task.queries = sizes[3];
+  task.keys = sizes[4];
+  task.width = sizes[5];
   task.scale = scale;
   task.growth = growth;
   task.q = heads_of(q, q_strides);
@@ -159,13 +161,13 @@ te_dropout_attention attention_of(int device, int dtype, bool causal, const std:
   return task;
 }
 
-te_dropout_attention attention_backward_of(int device, int dtype, bool causal, const std::array<int64_t, 5>& sizes,
-                                           float scale, float growth, Address q, const Strides& q_strides, Address k,
-                                           const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
-                                           Address out, Address logsumexp, Address grad, const Strides& grad_strides,
-                                           Address workspace, Address dq, Address dk, Address dv, Address stream) {
-  te_dropout_attention task = attention_of(device, dtype, causal, sizes, scale, growth, q, q_strides, k, k_strides, v,
-                                           v_strides, bits, out, logsumexp, stream);
+te_attention attention_backward_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
+                                   float scale, float growth, Address q, const Strides& q_strides, Address k, const Strides& k_strides,
+                                   Address v, const Strides& v_strides, Address bits, Address out, Address logsumexp,
+                                   Address grad, const Strides& grad_strides, Address workspace, Address dq, Address dk,
+                                   Address dv, Address stream) {
+  te_attention task = attention_of(device, dtype, left, right, sizes, scale, growth, q, q_strides, k, k_strides, v,
+                                   v_strides, bits, out, logsumexp, stream);
   task.grad = heads_of(grad, grad_strides);
   task.workspace = pointer<float>(workspace);
   task.dq = pointer<void>(dq);
@@ -298,10 +300,10 @@ struct Over<Call, Make> {
 
 using Product = Over<&te_cublaslt_gemm, &gemm_of>;
 using Norm = Over<&te_cuda_norm_quantize, &norm_of>;
-using Attention = Over<&te_cuda_dropout_attention, &attention_of>;
+using Attention = Over<&te_cuda_attention, &attention_of>;
 using GroupedGemm = Over<&te_cuda_grouped_gemm, &grouped_gemm_of>;
 using GroupedWgrad = Over<&te_cuda_grouped_wgrad, &grouped_wgrad_of>;
-using AttentionBackward = Over<&te_cuda_dropout_attention_backward, &attention_backward_of>;
+using AttentionBackward = Over<&te_cuda_attention_backward, &attention_backward_of>;
 
 PyObject* native_error = nullptr;
 PyObject* unsupported = nullptr;
@@ -375,11 +377,11 @@ PYBIND11_MODULE(_native, module) {
              "(device, x, x_dtype, rows, columns, stride, weight, weight_dtype, weight_offset, bias, bias_dtype, "
              "centre, round_first, eps, scale, measure, fp8_max, margin, epsilon, power_2, y, q, qt, amax, scale_inv, "
              "mean, rstd, stream)");
-  module.def("cuda_dropout_attention", &Attention::run, unlocked,
-             "(device, dtype, causal, (batches, heads, queries, keys, width), scale, growth, q, strides, k, strides, v, "
-             "strides, bits, out, logsumexp, stream); strides: of batch, row and head");
-  module.def("cuda_dropout_attention_backward", &AttentionBackward::run, unlocked,
-             "(the arguments of cuda_dropout_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
+  module.def("cuda_attention", &Attention::run, unlocked,
+             "(device, dtype, left, right, (batches, heads, key_heads, queries, keys, width), scale, growth, q, strides, k, "
+             "strides, v, strides, bits, out, logsumexp, stream); strides: of batch, row and head");
+  module.def("cuda_attention_backward", &AttentionBackward::run, unlocked,
+             "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
   module.def("cuda_grouped_gemm", &GroupedGemm::run, unlocked,
              "(device, a, a_dtype, b, b_dtype, tokens, features, depth, experts, feature_stride, expert_stride, a_scale_inv, "
              "b_scale_inv, ends, y, y_dtype, fast_accumulation, stream)");

@@ -27,7 +27,8 @@ _KERNELS = {
     "cudnn": "on cuDNN, ahead of PyTorch's order",
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
-    "window": "on flash, which skips what is outside of the window",
+    "window": "on kernels that skip what is outside of the window",
+    "core": "on te_compile's kernels, which need no plan for each length",
     "sinks": "on flash, to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
@@ -57,8 +58,8 @@ class AttentionRow:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "window", "sinks" or "te" where that was chosen instead of what PyTorch would
-        run; empty where it chooses.
+    kernel: "cudnn", "flash", "efficient", "window", "sinks", "core" or "te" where that was chosen instead of what
+        PyTorch would run; empty where it chooses.
     """
 
     name: str

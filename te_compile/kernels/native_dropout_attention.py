@@ -1,99 +1,29 @@
-"""Attention with dropout by the C++ core, for wide heads on Hopper: asynchronous products beside the softmax.
+"""Attention with dropout by the C++ core, for wide heads on Hopper: the kernels of native_attention.py, told of bits.
 
-csrc/cuda/dropout_attention_forward.cuh and dropout_attention_backward.cuh have the design. What Triton does not let one
-say is which products run while a program's other instructions do. Here the tensor cores make the next scores and the
-last sums while weights are made of the scores before, and the backward pass makes five products of a tile in place of
-the seven of kernels/dropout_attention_backward.py. Its dq is added up in memory in the order in which blocks come, so
-its last bits may differ from run to run: with ``torch.use_deterministic_algorithms(True)`` Triton's kernels run.
-
-These are for heads of more than 64 features; with narrower ones Triton's are as fast or faster. A head of fewer than
-128 takes the time of one of 128.
+What Triton does not let one say is which products run while a program's other instructions do; and the backward pass
+makes five products of a tile in place of the seven of kernels/dropout_attention_backward.py. Where every run must give
+the same bits, Triton's backward runs. With narrower heads Triton's kernels are as fast or faster.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from te_compile.kernels import buffers, dropout_attention_backward, native
-from te_compile.kernels.buffers import on_device_of
-from te_compile.kernels.recording import STREAM
+from te_compile.kernels import dropout_attention_backward, native_attention
 from te_compile.ops.dropout_bits import PLACES, kept_share
-from te_compile.ops.registry import Target, Unsupported
-
-CAPABILITY = (9, 0)  # its instructions are no part of what later GPUs run
-VECTOR = 8  # elements of 16 bytes: rows must start and end on such
-NARROWER, WIDEST = 64, 128
-QUERIES, KEYS = 64, 128  # of a tile of the backward pass
-MOST_BLOCKS = 2**31 - 1
-_WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsumexp
 
 
-def check(target: Target, arguments: dict[str, Any]) -> None:
-    """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments`` (the operator's), or slower."""
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if reason := native.missing(cuda=True):
-        raise Unsupported(reason)
-    if target.capability != CAPABILITY:
-        raise Unsupported(f"needs compute capability 9.0, not {target.capability}")
-    q, k = arguments["q"], arguments["k"]
-    width = q.shape[3]
-    if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:
-        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {NARROWER} up to {WIDEST}")
-    sizes = (*q.shape[:3], k.shape[1])
-    if all(isinstance(size, int) for size in sizes):
-        batch, queries, heads, keys = sizes
-        if -(-max(queries, keys) // KEYS) * batch * heads > MOST_BLOCKS:
-            raise Unsupported(f"{batch} × {heads} heads of {max(queries, keys)} positions are too many tiles")
-
-
-def check_backward(target: Target, arguments: dict[str, Any]) -> None:
-    """The same for :func:`backward`."""
-    check(target, arguments)
-    queries, keys = arguments["q"].shape[1], arguments["k"].shape[1]
-    for name, length, multiple in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
-        if not isinstance(length, int) or length % multiple:
-            raise Unsupported(f"{length} {name} are no multiple of {multiple} known at compile time")
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Those of batch, row and head, of [B, S, H, D]; where there is one of something, any that is allowed."""
-    return tuple(x.stride(at) if x.shape[at] > 1 else VECTOR for at in range(3))
-
-
-def _in_place(x: Tensor) -> Tensor:
-    """``x``, or a copy if it cannot be read as it lies."""
-    fits = all(stride > 0 and stride % VECTOR == 0 for stride in _strides(x))
-    in_place = fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0
-    return x if in_place else x.clone(memory_format=torch.contiguous_format)  # a contiguous one may begin badly, too
-
-
-def _task(q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> tuple[Any, ...]:
-    """The core's first arguments."""
-    batch, queries, heads, width = q.shape
-    sizes = (batch, heads, queries, k.shape[1], width)
-    growth = 2**PLACES / kept_share(probability)
-    operands = [part for x in (q, k, v) for part in (x, _strides(x))]
-    return native.dtype_codes()[q.dtype], causal, sizes, scale, growth, *operands
+def _constants(probability: float, causal: bool, scale: float, bits: Tensor) -> tuple[int, int, float, Tensor, float]:
+    """What native_attention takes behind the tensors of every attention."""
+    return -1, 0 if causal else -1, scale, bits, 2**PLACES / kept_share(probability)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor, probability: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See ``dropout_attention_reference`` in ops/dropout_attention.py. There is at least one query and one key."""
-    batch, queries, heads, width = q.shape
-    q, k, v = map(_in_place, (q, k, v))
-    with on_device_of(q):
-        out = buffers.empty(q, (batch, queries, heads, width), q.dtype)
-        logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
-    native.call(
-        native.module().cuda_dropout_attention,
-        q.device.index, *_task(q, k, v, probability, causal, scale), bits, out, logsumexp, STREAM,
-    )  # fmt: skip
-    return out, logsumexp
+    return native_attention.forward(q, k, v, *_constants(probability, causal, scale, bits))
 
 
 def backward(
@@ -104,13 +34,5 @@ def backward(
     if torch.are_deterministic_algorithms_enabled():
         given = (grad, q, k, v, bits, out, logsumexp, probability, causal, scale)
         return dropout_attention_backward.backward(*given)
-    grad, q, k, v = map(_in_place, (grad, q, k, v))
-    with on_device_of(q):
-        dq, dk, dv = (buffers.empty(q, tuple(x.shape), x.dtype) for x in (q, k, v))
-        workspace = buffers.empty(q, (logsumexp.numel() * _WORKSPACE,), torch.float32)
-    native.call(
-        native.module().cuda_dropout_attention_backward,
-        q.device.index, *_task(q, k, v, probability, causal, scale), bits, out, logsumexp,
-        grad, _strides(grad), workspace, dq, dk, dv, STREAM,
-    )  # fmt: skip
-    return dq, dk, dv
+    constants = _constants(probability, causal, scale, bits)
+    return native_attention.backward(grad, q, k, v, out, logsumexp, *constants)

@@ -16,6 +16,12 @@ from te_compile.ops.triton_implementations import (
     check_grouped,
     check_grouped_gemm,
 )
+from te_compile.ops.window_attention import (
+    check_flash,
+    window_attention_backward_flash,
+    window_attention_backward_reference,
+    window_attention_reference,
+)
 from te_compile.recipe import ScaleRule
 
 CUDA = "cuda"
@@ -52,17 +58,17 @@ def norm_quantize(
 
 
 def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
-    from te_compile.kernels import native_dropout_attention
+    from te_compile.kernels import native_attention
 
     check_dropout_attention(target, arguments)
-    native_dropout_attention.check(target, arguments)
+    native_attention.check(target, arguments)
 
 
 def _check_dropout_attention_backward(target: Target, arguments: dict[str, Any]) -> None:
-    from te_compile.kernels import native_dropout_attention
+    from te_compile.kernels import native_attention
 
     check_dropout_attention(target, arguments)
-    native_dropout_attention.check_backward(target, arguments)
+    native_attention.check_dropout_backward(target, arguments)
 
 
 @registry.register("dropout_attention_forward", CUDA, priority=PRIORITY, check=_check_dropout_attention)
@@ -96,6 +102,48 @@ def dropout_attention_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dropout_attention_backward_reference(*operands)
     from te_compile.kernels.native_dropout_attention import backward as kernel
+
+    return kernel(*operands)
+
+
+def _check_window_attention(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_attention
+
+    check_flash(target, arguments)
+    native_attention.check(target, arguments)
+
+
+@registry.register("window_attention_forward", CUDA, priority=PRIORITY, check=_check_window_attention)
+def window_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``te::window_attention_forward`` by kernels/native_attention.py."""
+    if q.numel() == 0:
+        return window_attention_reference(q, k, v, left, right, scale)
+    from te_compile.kernels.native_attention import forward as kernel
+
+    return kernel(q, k, v, left, right, scale)
+
+
+@registry.register("window_attention_backward", CUDA, priority=PRIORITY, check=_check_window_attention)
+def window_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``te::window_attention_backward`` by kernels/native_attention.py, or by flash where runs must not differ."""
+    operands = (grad, q, k, v, out, logsumexp, left, right, scale)
+    if q.numel() == 0:
+        return window_attention_backward_reference(*operands)
+    if torch.are_deterministic_algorithms_enabled():
+        return window_attention_backward_flash(*operands)
+    from te_compile.kernels.native_attention import backward as kernel
 
     return kernel(*operands)
 

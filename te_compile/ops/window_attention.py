@@ -17,7 +17,7 @@ that ``backward`` reads of it.
 
 A composite, as ``te::linear`` is, and nothing about FP8. PyTorch's attention knows windows as masks alone: it reads a
 number for each pair of query and key, computes all of them and keeps flash attention out. The flash kernels that
-PyTorch brings take a window, and skip what is outside.
+PyTorch brings take a window, and skip what is outside. So do the C++ core's (kernels/native_attention.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def window_attention_backward_reference(
 # --- PyTorch's flash kernels ------------------------------------------------------------------------------------------
 
 
-def _check_flash(target: Target, arguments: dict[str, Any]) -> None:
+def check_flash(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, for what PyTorch's flash kernels do not take."""
     if target.device != "cuda":
         raise Unsupported(f"needs a CUDA device, not {target.device}")
@@ -127,7 +127,7 @@ def _check_flash(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported("queries, keys and values have heads of several widths")
 
 
-@registry.register("window_attention_forward", FLASH, priority=10, check=_check_flash)
+@registry.register("window_attention_forward", FLASH, priority=10, check=check_flash)
 def window_attention_flash(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def window_attention_flash(
     return out.contiguous(), logsumexp
 
 
-@registry.register("window_attention_backward", FLASH, priority=10, check=_check_flash)
+@registry.register("window_attention_backward", FLASH, priority=10, check=check_flash)
 def window_attention_backward_flash(
     grad: Tensor,
     q: Tensor,

@@ -75,7 +75,7 @@ def order_of_kernels() -> list[int]:
     return order
 
 
-def _takes_flash_first() -> bool:
+def takes_flash_first() -> bool:
     """Is PyTorch's order the one of a process whose cuDNN is too old, and has the user left it at that?"""
     if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") != "0":
         return False
@@ -224,7 +224,7 @@ def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable
     """The kernel to call instead of the one that PyTorch would; "" for none."""
     if speed_counts and _is_rounded(node) and takes_its_own_order() and draws_bits(node, options):
         return "te"
-    if speed_counts and _takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
+    if speed_counts and takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"
     rounds = RECOGNISED in node.meta and _is_rounded(node)
     if rounds and _takes_cudnn_first() and able("cudnn", node) and able("flash", node):

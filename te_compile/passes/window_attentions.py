@@ -12,6 +12,9 @@ takes, in milliseconds, bf16, heads of 128 features (64 in the last row):
     1 × 32 × 8192                1024 before      12.3                    31.3              2.2
     8 × 12 × 2048                64 either way    1.6                     4.2               0.6
 
+That is by PyTorch's flash kernels. The C++ core's, for wide heads on Hopper, take less: see
+``python -m benchmarks.window_attention``.
+
 Attention with sinks (``te::sink_attention``) goes the same way where its mask folded away, for SDPA knows none: its
 window is all keys, or all that are not later.
 
@@ -49,14 +52,16 @@ from te_compile.passes.writing import Writer
 _OPERATORS = ("window_attention_forward", "window_attention_backward")
 
 
+Runs = Callable[[Any, Any, Any], bool]
+"""Is there a kernel for q, k and v, [B, S, H, D]?"""
+
+
 def is_run_by_kernels(q: Any, k: Any, v: Any) -> bool:
     """Has the registry something better than the references? q, k, v: [B, S, H, D]."""
     return registry.are_run_by_kernels(_OPERATORS, q.device, {"q": q, "k": k, "v": v})
 
 
-def window_attentions(
-    regions: list[Region], plan: Plan, runs: Callable[[Any, Any, Any], bool] = is_run_by_kernels
-) -> int:
+def window_attentions(regions: list[Region], plan: Plan, runs: Runs = is_run_by_kernels) -> int:
     """Give each attention that is proved to be one in a window to the operator for it; returns how many.
 
     ``plan`` must know them (find_attentions). runs: is there a kernel?
@@ -69,7 +74,7 @@ def window_attentions(
         node = attention.node
         if _window_of(node) and id(node.graph) in graphs and node not in graphs[id(node.graph)]:
             operands = _operands(node, changes)
-            if _may_stand_for(node, operands, changes, runs):
+            if may_stand_for(node, operands, changes, runs):
                 plan.attentions[index] = _replaced(attention, operands)
                 changed += 1
     return changed
@@ -93,10 +98,8 @@ def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
     return [query, *(heads_before_copies(node, key, value, changes) or (key, value))]
 
 
-def _may_stand_for(
-    node: Node, operands: list[Node], changes: dict[Node, bool], runs: Callable[[Any, Any, Any], bool]
-) -> bool:
-    """Does the operator mean the same as this call, and is there a kernel for it?"""
+def may_stand_for(node: Node, operands: list[Node], changes: dict[Node, bool], runs: Runs) -> bool:
+    """Does the operator mean the same as this call, and is there a kernel for it? changes: see ``may_change``."""
     scale = argument(node, 6, "scale")
     if (
         not is_plain(node, masked=argument(node, 3, "attn_mask") is not None)
@@ -129,20 +132,25 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _replaced(attention: Attention, operands: list[Node]) -> Attention:
     """The attention with the operator in the place of its call."""
     node = attention.node
+    had_mask, undone = WINDOW in node.meta, operands[1] is not argument(node, 1, "key")
+    call = put_window(node, operands, _window_of(node) or (EVERYTHING, EVERYTHING))
+    heads = {"heads": "undone", "heads_reason": ""} if undone else {}
+    if not had_mask:
+        return replace(attention, node=call, kernel="sinks", **heads)
+    return replace(attention, node=call, kernel="window", mask="folded_window", mask_reason="", **heads)
+
+
+def put_window(node: Node, operands: list[Node], window: Window) -> Node:
+    """Put the operator in the place of a call of SDPA, or of one with sinks; returns it. operands: q, k and v."""
     write, scale = Writer(node), argument(node, 6, "scale")
     given = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
     dtype = value_of(node).dtype  # an autocast is at work if theirs are others
     cast = [each if value_of(each).dtype == dtype else write.method("to", each, dtype) for each in operands]
     sinks = [node.kwargs["sinks"]] if has_sinks(node) else []
-    had_mask = WINDOW in node.meta
-    call = write.call(WINDOW_ATTENTION, *cast, *(_window_of(node) or ()), given, *sinks)
+    call = write.call(WINDOW_ATTENTION, *cast, *window, given, *sinks)
     result = write.laid_out_like(call, node)  # views of it may follow
     for new in write.written:
         new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
-    undone = operands[1] is not argument(node, 1, "key")
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
-    heads = {"heads": "undone", "heads_reason": ""} if undone else {}
-    if not had_mask:
-        return replace(attention, node=call, kernel="sinks", **heads)
-    return replace(attention, node=call, kernel="window", mask="folded_window", mask_reason="", **heads)
+    return call

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_compile.kernels import native
-from te_compile.kernels.native_dropout_attention import CAPABILITY
+from te_compile.kernels.native_attention import CAPABILITY
 from te_compile.passes import manager
 from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, cosine

@@ -143,7 +143,7 @@ def test_a_compiled_call_runs_them_and_its_replays_too(
         gradients = torch.autograd.grad(out, (q, k, v), grad)
         for total, one in zip(means, (out, *gradients), strict=True):
             total += one.float() / steps
-    assert {"cuda_dropout_attention", "cuda_dropout_attention_backward"} <= set(ran)
+    assert {"cuda_attention", "cuda_attention_backward"} <= set(ran)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     for total, one in zip(means, (want, *wanted), strict=True):

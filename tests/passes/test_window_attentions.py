@@ -178,7 +178,7 @@ def test_a_length_that_is_a_symbol_is_proved() -> None:
 def test_the_report_says_so() -> None:
     _, _, plan = passed(within(sliding), heads(), heads(), heads())
     row = AttentionRow("attn", "sdpa", mask=plan.attentions[0].mask, kernel=plan.attentions[0].kernel)
-    assert row.detail == "mask folded away: a window; on flash, which skips what is outside of the window"
+    assert row.detail == "mask folded away: a window; on kernels that skip what is outside of the window"
 
 
 def test_less_is_reckoned_for_less() -> None:

@@ -1,4 +1,4 @@
-"""Which attention with dropout the C++ core's kernels take; what they compute is for tests/gpu."""
+"""Which attention the C++ core's kernels take, with dropout and in windows; what they compute is for tests/gpu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_compile.kernels import native
-from te_compile.kernels.native_dropout_attention import _in_place, check, check_backward
+from te_compile.kernels.native_attention import _in_place, check, check_dropout_backward
 from te_compile.ops import triton_implementations
 from te_compile.ops.registry import Target, Unsupported, choose
 
@@ -32,7 +32,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_heads_on_hopper_are_taken() -> None:
     for queries, keys, width in ((256, 256, 128), (64, 384, 96), (192, 128, 80)):
         check(HOPPER, arguments(queries, keys, width))
-        check_backward(HOPPER, arguments(queries, keys, width))
+        check_dropout_backward(HOPPER, arguments(queries, keys, width))
         for operator in ("dropout_attention_forward", "dropout_attention_backward"):
             assert choose(operator, HOPPER, arguments(queries, keys, width))[0] == "cuda"
 
@@ -49,7 +49,7 @@ def test_wide_heads_on_hopper_are_taken() -> None:
     ],
 )
 def test_others_are_not_and_the_reason_is_said(target: Target, given: dict[str, Any], reason: str) -> None:
-    for one in (check, check_backward):
+    for one in (check, check_dropout_backward):
         with pytest.raises(Unsupported, match=reason):
             one(target, given)
 
@@ -58,9 +58,41 @@ def test_others_are_not_and_the_reason_is_said(target: Target, given: dict[str, 
 def test_backward_of_other_lengths_is_tritons_and_forward_is_not(queries: int, keys: int) -> None:
     check(HOPPER, arguments(queries, keys))
     with pytest.raises(Unsupported, match="no multiple of"):
-        check_backward(HOPPER, arguments(queries, keys))
+        check_dropout_backward(HOPPER, arguments(queries, keys))
     assert choose("dropout_attention_forward", HOPPER, arguments(queries, keys))[0] == "cuda"
     assert choose("dropout_attention_backward", HOPPER, arguments(queries, keys))[0] == "triton"
+
+
+def windowed(length: Any = 256, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    q, k = (torch.empty(2, length, heads, width, device="meta", dtype=dtype) for heads in (4, 2))
+    return {"q": q, "k": k, "v": k, "left": 100, "right": 0, "scale": 0.1}
+
+
+@pytest.fixture
+def flash_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.mark.usefixtures("flash_is_there")
+@pytest.mark.parametrize(
+    ("target", "given", "forward", "backward"),
+    [
+        (HOPPER, windowed(), "cuda", "cuda"),
+        (HOPPER, windowed(width=96, dtype=torch.float16), "cuda", "cuda"),
+        (HOPPER, windowed(length=197), "cuda", "cuda"),
+        (HOPPER, windowed(width=64), "flash", "flash"),
+        (HOPPER, windowed(width=256), "flash", "flash"),
+        (HOPPER, windowed(dtype=torch.float32), "reference", "reference"),
+        (Target("cuda", (8, 9)), windowed(), "flash", "flash"),
+        (Target("cuda", (10, 0)), windowed(), "flash", "flash"),
+        (Target("cpu"), windowed(), "reference", "reference"),
+    ],
+)
+def test_windows_of_wide_heads_on_hopper_are_taken(
+    target: Target, given: dict[str, Any], forward: str, backward: str
+) -> None:
+    assert choose("window_attention_forward", target, given)[0] == forward
+    assert choose("window_attention_backward", target, given)[0] == backward
 
 
 def test_a_core_that_was_not_built_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-// The backward pass of te_cuda_dropout_attention, in three launches.
+// The backward pass of te_cuda_attention, in three launches.
 //
-// A block takes 128 keys of one head, walks over the queries, 64 at a time, and makes five products of each tile:
+// A block takes 128 keys of one head, walks over the queries of all heads that read them, 64 at a time, and makes five
+// products of each tile:
 //
 //     s = k qᵀ    dp = v doutᵀ    dv += p dout    dk += ds q    dq = dsᵀ k
 //
@@ -9,9 +10,12 @@
 // dq's sums over blocks are added up in memory, in fp32 and in the order in which blocks come: its last bits may differ
 // from run to run. They lie there as registers do, so that each group adds 16 KB in a row; a last launch sorts and rounds
 // them. Programs of a head begin at different queries, so that few add to the same place at a time.
+//
+// Where lengths are no multiples of tiles, copies bring zeros, queries that are not there have an infinite sum, which
+// leaves no weights, and keys that are not there are hidden.
 #pragma once
 
-#include "dropout_attention_forward.cuh"
+#include "attention_forward.cuh"
 
 namespace te_compile::attention {
 
@@ -26,29 +30,33 @@ constexpr int kBackwardBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kE
 constexpr int kDsThere = 2, kGroupMeets = 6;
 
 struct Backward {
-  const uint32_t* bits;                 // [heads, words, queries]
-  const float *sums, *shifts;           // [heads, queries]: logsumexp times log2(e), Σ dout · out
-  float* dq;                            // [heads, queries / 64, 2, 16, 128, 2]
-  int heads, queries, keys, width, tiles, words;
+  const uint32_t* bits;                 // [heads, words, queries], if weights are dropped
+  const float *sums, *shifts;           // [heads, 64 steps]: logsumexp times log2(e), Σ dout · out
+  float* dq;                            // [heads, steps, 2, 16, 128, 2]
+  int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
+  int steps;                                              // of 64 queries
   float scale, growth, factor;  // scale: times log2(e)
+  Window window;
 };
 
-/// sums and shifts of every query, and zeros for dq. Sixteen lanes a query of [batch, query, head].
+/// sums and shifts of every query, and zeros for dq. Sixteen lanes a query of [batch, 64 steps, head].
 template <typename T>
 __global__ void __launch_bounds__(256)
     before_kernel(const T* grad, int64_t batch_stride, int64_t row_stride, int64_t head_stride, const T* out,
-                  const float* logsumexp, float* sums, float* shifts, float* dq, int heads, int queries, int width,
-                  int64_t rows) {
+                  const float* logsumexp, float* sums, float* shifts, float* dq, int heads, int queries, int steps,
+                  int width, int64_t rows) {
   constexpr int kLanes = 16;
   const int64_t at = int64_t{blockIdx.x} * (256 / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
-  const int64_t head = at % heads, query = at / heads % queries, batch = at / heads / queries;
+  const int64_t length = int64_t{steps} * kStep;
+  const int64_t head = at % heads, query = at / heads % length, batch = at / heads / length;
+  const bool is_there = query < queries;
   float shift = 0;
   if (at < rows) {
-    if (8 * lane < width) {
+    if (is_there && 8 * lane < width) {
       const T* from = grad + batch * batch_stride + query * row_stride + head * head_stride + 8 * lane;
       const uint4 x = *reinterpret_cast<const uint4*>(from);
-      const uint4 y = *reinterpret_cast<const uint4*>(out + at * width + 8 * lane);
+      const uint4 y = *reinterpret_cast<const uint4*>(out + ((batch * queries + query) * heads + head) * width + 8 * lane);
       const T *u = reinterpret_cast<const T*>(&x), *w = reinterpret_cast<const T*>(&y);
 #pragma unroll
       for (int i = 0; i < 8; ++i) shift = fmaf(static_cast<float>(u[i]), static_cast<float>(w[i]), shift);
@@ -59,16 +67,16 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) shift += __shfl_xor_sync(~0u, shift, i);
   if (at < rows && lane == 0) {
-    const int64_t to = (batch * heads + head) * queries + query;
+    const int64_t index = batch * heads + head, to = index * length + query;
     shifts[to] = shift;
-    sums[to] = logsumexp[to] * 1.4426950408889634f;
+    sums[to] = is_there ? logsumexp[index * queries + query] * 1.4426950408889634f : INFINITY;
   }
 }
 
 /// dq of [heads, steps, half of the columns, eight columns, warp, row, four lanes, 4], fp32, to [batch, query, head, width].
 template <typename T>
 __global__ void __launch_bounds__(256)
-    after_kernel(const float* from, T* dq, int heads, int queries, int width, float factor, int64_t count) {
+    after_kernel(const float* from, T* dq, int heads, int queries, int steps, int width, float factor, int64_t count) {
   const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (at >= count) return;
   const int eight = at % 8, half = at / 8 % 2, row = at / 16 % 8, warp = at / 128 % 4;
@@ -82,15 +90,16 @@ __global__ void __launch_bounds__(256)
     upper[l] = pair(four.x * factor, four.y * factor, static_cast<const T*>(nullptr));
     lower[l] = pair(four.z * factor, four.w * factor, static_cast<const T*>(nullptr));
   }
-  const int steps = queries / kStep;
   const int64_t index = step / steps, query = step % steps * kStep + warp * 16 + row;
   T* to = dq + ((index / heads * queries + query) * heads + index % heads) * width + 64 * half + 8 * eight;
-  *reinterpret_cast<uint4*>(to) = make_uint4(upper[0], upper[1], upper[2], upper[3]);
-  *reinterpret_cast<uint4*>(to + int64_t{8} * heads * width) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+  if (query < queries) *reinterpret_cast<uint4*>(to) = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+  if (query + 8 < queries) {
+    *reinterpret_cast<uint4*>(to + int64_t{8} * heads * width) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+  }
 }
 
 /// One thread's part of 64 keys, of which it has rows `row` and `row` + 8.
-template <typename T>
+template <typename T, Sight Seen, bool Drops>
 struct Keys {
   float dk[kWidth / 2], dv[kWidth / 2], scores[kStep / 2], dp[kStep / 2], dq[kStep / 2];
   uint32_t weights[kStep / 4];
@@ -156,26 +165,30 @@ struct Keys {
     }
   }
 
-  /// No weights for keys that come after their query.
-  __device__ __forceinline__ void mask(int first_key, int first_query) {
+  /// No weights for keys that their query does not see, or that are not there.
+  __device__ __forceinline__ void mask(const Backward& task, int first_key, int first_query) {
     const int key = first_key + group * 64 + thread / 32 * 16 + lane / 4, query = first_query + 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) {
-      if (key + 8 * (i % 4 / 2) > query + 8 * (i / 4) + i % 2) scores[i] = 0;
+      const int this_key = key + 8 * (i % 4 / 2), this_query = query + 8 * (i / 4) + i % 2;
+      const bool hidden = Seen == Sight::kCausal ? this_key > this_query
+                                                 : Seen == Sight::kWindow && task.window.hides(this_key, this_query);
+      if (hidden || (!Drops && this_key >= task.keys)) scores[i] = 0;
     }
   }
 
   /// Rounds the weights that are kept, and zeros for the others. Returns what is known once all are, and not negative.
-  __device__ __forceinline__ int drop(uint32_t words) {
+  __device__ __forceinline__ int round(uint32_t words) {
     uint32_t all = 0;
 #pragma unroll
     for (int j = 0; j < kStep / 8; ++j) {
-      uint32_t word[2];
-      load(words + 32 * j, word);
+      uint32_t word[2] = {~0u, ~0u};
+      if (Drops) load(words + 32 * j, word);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t kept = h ? next_bit : bit;
-        const float a = word[0] & kept ? scores[4 * j + 2 * h] : 0.f, b = word[1] & kept ? scores[4 * j + 2 * h + 1] : 0.f;
+        const float a = !Drops || word[0] & kept ? scores[4 * j + 2 * h] : 0.f;
+        const float b = !Drops || word[1] & kept ? scores[4 * j + 2 * h + 1] : 0.f;
         weights[2 * j + h] = pair(a, b, static_cast<const T*>(nullptr));
         all |= weights[2 * j + h];
       }
@@ -191,11 +204,15 @@ struct Keys {
       float shift[2], x[4];
       uint32_t word[2];
       load(columns + kNumbers + 32 * j, shift);
-      load(words + 32 * j, word);
+      if (Drops) load(words + 32 * j, word);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float kept = fmaf(dp[4 * j + i], growth, -shift[i % 2]);
-        x[i] = scores[4 * j + i] * (word[i % 2] & (i / 2 ? next_bit : bit) ? kept : -shift[i % 2]);
+        if (Drops) {
+          const float kept = fmaf(dp[4 * j + i], growth, -shift[i % 2]);
+          x[i] = scores[4 * j + i] * (word[i % 2] & (i / 2 ? next_bit : bit) ? kept : -shift[i % 2]);
+        } else {
+          x[i] = scores[4 * j + i] * (dp[4 * j + i] - shift[i % 2]);
+        }
       }
       both[2 * j] = pair(x[0], x[1], static_cast<const T*>(nullptr));
       both[2 * j + 1] = pair(x[2], x[3], static_cast<const T*>(nullptr));
@@ -235,7 +252,7 @@ struct Keys {
   }
 };
 
-template <typename T, bool Causal>
+template <typename T, Sight Seen, bool Drops>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                     const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad, T* dk, T* dv,
@@ -255,32 +272,45 @@ __global__ void __launch_bounds__(384, 1)
     barriers_made();
   }
   __syncthreads();
-  const int tile = blockIdx.x % task.tiles, index = blockIdx.x / task.tiles;
-  const int batch = index / task.heads, head = index % task.heads;
-  const int first = Causal ? tile * (kKeys / kStep) : 0, end = task.queries / kStep, steps = end - first;
+  const int tile = blockIdx.x % task.tiles, key_index = blockIdx.x / task.tiles, key_heads = task.heads / task.shared;
+  const int batch = key_index / key_heads, key_head = key_index % key_heads;
+  const bool ends_in_tile = !Drops && (tile + 1) * kKeys > task.keys;
+  int first = 0, end = task.steps;
+  if (Seen == Sight::kCausal) first = tile * (kKeys / kStep);
+  if (Seen == Sight::kWindow) {
+    first = max(tile * kKeys - task.window.right, 0) / kStep;
+    end = min(((tile + 1) * kKeys - 1 + task.window.left) / kStep + 1, task.steps);
+  }
+  const int steps = end - first;
   const int start = first + static_cast<int>(int64_t{tile} * steps / task.tiles);
   const auto following = [&](int step) { return step + 1 == end ? first : step + 1; };
+  const int first_head = key_head * task.shared;  // of queries
 
   if (group == 0) {
     fewer_registers<24>();
     if (threadIdx.x != 0) return;
     barrier_expect(keys_full, 2 * kTile);
     for (int c = 0; c < 2; ++c) {
-      copy_box(keys + c * kBlock, &k, keys_full, 64 * c, tile * kKeys, head, batch);
-      copy_box(values + c * kBlock, &v, keys_full, 64 * c, tile * kKeys, head, batch);
+      copy_box(keys + c * kBlock, &k, keys_full, 64 * c, tile * kKeys, key_head, batch);
+      copy_box(values + c * kBlock, &v, keys_full, 64 * c, tile * kKeys, key_head, batch);
     }
-    for (int count = 0, step = start; count < steps; ++count, step = following(step)) {
-      const int stage = count % kStages;
+    int head = first_head;
+    for (int count = 0, step = start, left = steps; count < steps * task.shared; ++count, step = following(step), --left) {
+      if (left == 0) {
+        left = steps;
+        ++head;
+      }
+      const int stage = count % kStages, index = batch * task.heads + head;
       const uint32_t barrier = full + 8 * stage, extra = extras + stage * kExtras;
-      const int64_t at = int64_t{index} * task.queries + step * kStep;
+      const int64_t at = (int64_t{index} * task.steps + step) * kStep;
       const uint32_t* words = task.bits + (int64_t{index} * task.words + 4 * tile) * task.queries + step * kStep;
       barrier_wait(empty + 8 * stage, (count / kStages & 1) ^ 1);
-      barrier_expect(barrier, 2 * kStepBytes + kExtras);
+      barrier_expect(barrier, 2 * kStepBytes + (Drops ? kExtras : 2 * kNumbers));
       for (int c = 0; c < 2; ++c) {
         copy_box(queries + stage * kStepBytes + c * kStepBlock, &q, barrier, 64 * c, step * kStep, head, batch);
       }
       copy_bytes(extra, task.sums + at, kNumbers, barrier);
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; Drops && i < 4; ++i) {
         copy_bytes(extra + (2 + i) * kNumbers, words + int64_t{i} * task.queries, kNumbers, barrier);
       }
       for (int c = 0; c < 2; ++c) {
@@ -292,7 +322,7 @@ __global__ void __launch_bounds__(384, 1)
   }
 
   more_registers<240>();
-  Keys<T> mine;
+  Keys<T, Seen, Drops> mine;
   mine.group = group - 1;
   mine.thread = threadIdx.x % 128;
   mine.lane = threadIdx.x % 32;
@@ -300,11 +330,13 @@ __global__ void __launch_bounds__(384, 1)
   mine.bit = 1u << (16 * (row / 2 % 2) + 8 * (row % 2) + row / 8);
   mine.next_bit = mine.bit << 1;
   const uint32_t my_keys = keys + mine.group * 64 * 128, my_values = my_keys + kTile, my_staged = staged + mine.group * kDq * 4;
-  float* const my_dq = task.dq + (int64_t{index} * end * 2 + mine.group) * kDq;
+  float* my_dq = task.dq + (int64_t{batch * task.heads + first_head} * task.steps * 2 + mine.group) * kDq;  // of one head
+  float* dq_before = my_dq;
   barrier_wait(keys_full, 0);
-  int step = start, before = start;
+  const int count_of_all = steps * task.shared;
+  int step = start, left = steps;
 #pragma unroll 1
-  for (int count = 0; count < steps; ++count) {
+  for (int count = 0; count < count_of_all; ++count) {
     const int stage = count % kStages, parity = count & 1;
     const uint32_t query = queries + stage * kStepBytes, dout = grads + stage * kStepBytes;
     const uint32_t columns = extras + stage * kExtras + 8 * (mine.lane % 4);
@@ -322,11 +354,14 @@ __global__ void __launch_bounds__(384, 1)
     arrived(mine.dv);
     if (count > 0 && mine.lane == 0) barrier_arrive(empty + 8 * (stage ^ 1));
     mine.weigh(columns, task.scale);
-    if (Causal && step < first + kKeys / kStep) mine.mask(tile * kKeys, step * kStep);
-    once_known(mine.drop(words));
+    const bool cut = Seen == Sight::kCausal
+                         ? step < first + kKeys / kStep
+                         : Seen == Sight::kWindow && task.window.cuts(tile * kKeys, kKeys, step * kStep, kStep);
+    if (cut || ends_in_tile) mine.mask(task, tile * kKeys, step * kStep);
+    once_known(mine.round(words));
     products_wait<0>();
     arrived(mine.dq);
-    if (count > 0) mine.add_dq(my_dq + int64_t{before} * 2 * kDq, my_staged);
+    if (count > 0) mine.add_dq(dq_before, my_staged);
     products_begin();
     mine.ask_for(mine.dp, my_values, dout);
     products_begin();
@@ -339,10 +374,14 @@ __global__ void __launch_bounds__(384, 1)
     meet(kGroupMeets + mine.group, 128);
     products_begin();
     mine.ask_for_dk(ds + parity * kDs, query, count > 0);
-    before = step;
+    dq_before = my_dq + int64_t{step} * 2 * kDq;
     step = following(step);
+    if (--left == 0) {
+      left = steps;
+      my_dq += int64_t{task.steps} * 2 * kDq;
+    }
   }
-  const int parity = (steps - 1) & 1;
+  const int parity = (count_of_all - 1) & 1;
   meet(kDsThere + 2 * other + parity, 256);
   products_begin();
   mine.ask_for_dq(ds + parity * kDs, keys);
@@ -350,13 +389,14 @@ __global__ void __launch_bounds__(384, 1)
   arrived(mine.dk);
   arrived(mine.dv);
   arrived(mine.dq);
-  mine.add_dq(my_dq + int64_t{before} * 2 * kDq, my_staged);
+  mine.add_dq(dq_before, my_staged);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int key = tile * kKeys + mine.group * 64 + row + 8 * h;
-    const int64_t at = ((int64_t{batch} * task.keys + key) * task.heads + head) * task.width;
-    mine.write(dk + at, mine.dk, h, task.factor, task.width);
-    mine.write(dv + at, mine.dv, h, task.growth, task.width);
+    const int64_t at = ((int64_t{batch} * task.keys + key) * key_heads + key_head) * task.width;
+    const int width = Drops || key < task.keys ? task.width : 0;
+    mine.write(dk + at, mine.dk, h, task.factor, width);
+    mine.write(dv + at, mine.dv, h, task.growth, width);
   }
   if (mine.thread == 0) added_bytes_are_there();
 }

@@ -1,10 +1,10 @@
-// The forward pass of te_cuda_dropout_attention: flash attention that reads which weights to keep as bits.
+// The forward pass of te_cuda_attention: flash attention, which reads which weights to keep as bits if some are dropped.
 //
 // A block takes 128 queries of one head. One thread has the keys and values copied, tile by tile, the last tile first;
 // two warp groups of 64 queries each multiply. A group asks for the scores of the next tile and for the sum over this one's
 // values together, and while the tensor cores are at it, it makes weights of those scores.
 //
-// te_compile/kernels/dropout_attention.py has the operator's other form, and te_compile/ops/dropout_bits.py where bits lie:
+// te_compile/kernels/dropout_attention.py has another form of dropout, and te_compile/ops/dropout_bits.py where bits lie:
 // those of the weights that a thread holds of a row are half of each word, so one shift and one permutation of bytes make
 // a mask for two weights.
 #pragma once
@@ -22,15 +22,30 @@ constexpr int kTile = kKeys * kWidth * 2, kBlock = kTile / 2;  // bytes; 64 colu
 constexpr int kForwardBytes = 1024 + (1 + 2 * kStages) * kTile + 256;
 constexpr float kLn2 = 0.6931471805599453f;
 
+/// Which keys a query sees: all, none that come after it, or those of a window around it.
+enum class Sight { kAll, kCausal, kWindow };
+
+/// A query sees the keys from `left` before it to `right` after it; both are known to lie within int, added to a position.
+struct Window {
+  int left, right;
+
+  /// May keys of [key, key + key_count) be hidden from queries of [query, query + query_count)?
+  __device__ __forceinline__ bool cuts(int key, int key_count, int query, int query_count) const {
+    return key + key_count - 1 > query + right || key < query + query_count - 1 - left;
+  }
+  __device__ __forceinline__ bool hides(int key, int query) const { return key > query + right || key < query - left; }
+};
+
 struct Forward {
-  const uint32_t* bits;  // [heads, words, queries]
+  const uint32_t* bits;  // [heads, words, queries], if weights are dropped
   float* logsumexp;      // [heads, queries]
-  int heads, queries, keys, width, tiles, words;
+  int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
   float scale, growth;  // scale: times log2(e)
+  Window window;
 };
 
 /// One thread's part of 64 queries: sums over the tiles so far, of rows `row` and `row` + 8.
-template <typename T, bool Causal>
+template <typename T, Sight Seen, bool Drops>
 struct Rows {
   static constexpr int kSums = kWidth / 2, kScores = kKeys / 2;
   float sums[kSums], scores[kScores], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
@@ -72,7 +87,9 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const int key = tile * kKeys + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      if (key >= task.keys || (Causal && key > row + 8 * (i % 4 / 2))) scores[i] = -INFINITY;
+      const int query = row + 8 * (i % 4 / 2);
+      const bool hidden = Seen == Sight::kCausal ? key > query : Seen == Sight::kWindow && task.window.hides(key, query);
+      if (key >= task.keys || hidden) scores[i] = -INFINITY;
     }
   }
 
@@ -86,13 +103,15 @@ struct Rows {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float now = fmaxf(top[h], largest * scale);
-      shrink[h] = exp2_fast(top[h] - now);
+      // In a window a row may see nothing of the first tiles, whose weights are to be 0 and no difference of infinities.
+      const float base = Seen == Sight::kWindow && now == -INFINITY ? 0.f : now;
+      shrink[h] = exp2_fast(top[h] - base);
       top[h] = now;
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& x = scores[4 * (i / 2) + 2 * h + i % 2];
-        x = exp2_fast(fmaf(x, scale, -now));
+        x = exp2_fast(fmaf(x, scale, -base));
         sum += x;
       }
       total[h] = total[h] * shrink[h] + sum;
@@ -101,14 +120,16 @@ struct Rows {
 
   /// Rounds the weights that are kept, and zeros for the others. Bits j and 8 + j of half a word become the signs of two
   /// bytes, and these, spread, the halves of a mask.
-  __device__ __forceinline__ void drop() {
+  __device__ __forceinline__ void round() {
     const uint32_t signs = lane % 2 ? 0xBBAA : 0x9988;
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const int j = i / 4, h = i % 4 / 2;
-      const uint32_t moved = words[2 * (j / 8) + h] << (7 - j % 8);
-      uint32_t kept;
-      asm("prmt.b32 %0, %1, %1, %2;" : "=r"(kept) : "r"(moved), "r"(signs));
+      uint32_t kept = ~0u;
+      if (Drops) {
+        const uint32_t moved = words[2 * (j / 8) + h] << (7 - j % 8);
+        asm("prmt.b32 %0, %1, %1, %2;" : "=r"(kept) : "r"(moved), "r"(signs));
+      }
       weights[i / 2] = pair(scores[i], scores[i + 1], static_cast<const T*>(nullptr)) & kept;
     }
   }
@@ -146,7 +167,7 @@ struct Rows {
   }
 };
 
-template <typename T, bool Causal>
+template <typename T, Sight Seen, bool Drops>
 __global__ void __launch_bounds__(384, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                    const __grid_constant__ CUtensorMap v, T* out, const Forward task) {
@@ -167,9 +188,16 @@ __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
   // The longest of causal attention first.
-  const int place = blockIdx.x % task.tiles, tile = Causal ? task.tiles - 1 - place : place;
+  const int place = blockIdx.x % task.tiles, tile = Seen == Sight::kCausal ? task.tiles - 1 - place : place;
   const int index = blockIdx.x / task.tiles, batch = index / task.heads, head = index % task.heads;
-  const int last = Causal ? min((tile + 1) * kQueries, task.keys) : task.keys, steps = (last + kKeys - 1) / kKeys;
+  const int key_head = head / task.shared;
+  int first_key = 0, end_key = task.keys;
+  if (Seen == Sight::kCausal) end_key = min((tile + 1) * kQueries, task.keys);
+  if (Seen == Sight::kWindow) {
+    first_key = max(tile * kQueries - task.window.left, 0);
+    end_key = min((tile + 1) * kQueries + task.window.right, task.keys);
+  }
+  const int last_tile = (end_key - 1) / kKeys, steps = last_tile - first_key / kKeys + 1;
 
   if (group == 0) {
     fewer_registers<24>();
@@ -177,31 +205,33 @@ __global__ void __launch_bounds__(384, 1)
     barrier_expect(queries_full, kTile);
     for (int c = 0; c < 2; ++c) copy_box(queries + c * kBlock, &q, queries_full, 64 * c, tile * kQueries, head, batch);
     for (int step = 0; step < steps; ++step) {
-      const int stage = step % kStages, parity = step / kStages & 1, row = (steps - 1 - step) * kKeys;
+      const int stage = step % kStages, parity = step / kStages & 1, row = (last_tile - step) * kKeys;
       barrier_wait(keys_empty + 8 * stage, parity ^ 1);
       barrier_expect(keys_full + 8 * stage, kTile);
       for (int c = 0; c < 2; ++c) {
-        copy_box(keys + stage * kTile + c * kBlock, &k, keys_full + 8 * stage, 64 * c, row, head, batch);
+        copy_box(keys + stage * kTile + c * kBlock, &k, keys_full + 8 * stage, 64 * c, row, key_head, batch);
       }
       barrier_wait(values_empty + 8 * stage, parity ^ 1);
       barrier_expect(values_full + 8 * stage, kTile);
       for (int c = 0; c < 2; ++c) {
-        copy_box(values + stage * kTile + c * kBlock, &v, values_full + 8 * stage, 64 * c, row, head, batch);
+        copy_box(values + stage * kTile + c * kBlock, &v, values_full + 8 * stage, 64 * c, row, key_head, batch);
       }
     }
     return;
   }
 
   more_registers<240>();
-  Rows<T, Causal> mine;
+  Rows<T, Seen, Drops> mine;
   mine.lane = threadIdx.x % 32;
   mine.row = tile * kQueries + (group - 1) * 64 + threadIdx.x % 128 / 32 * 16 + mine.lane / 4;
-  for (int h = 0; h < 2; ++h) mine.rows[h] = min(mine.row + 8 * h, task.queries - 1);
-  mine.bits = task.bits + (int64_t{index} * task.words + mine.lane % 4 / 2) * task.queries;
+  if (Drops) {
+    for (int h = 0; h < 2; ++h) mine.rows[h] = min(mine.row + 8 * h, task.queries - 1);
+    mine.bits = task.bits + (int64_t{index} * task.words + mine.lane % 4 / 2) * task.queries;
+  }
   const uint32_t my_queries = queries + (group - 1) * 64 * 128;
   const bool first_lane = mine.lane == 0;
 
-  mine.load_words(task, steps - 1);
+  if (Drops) mine.load_words(task, last_tile);
   barrier_wait(queries_full, 0);
   barrier_wait(keys_full, 0);
   products_begin();
@@ -209,12 +239,12 @@ __global__ void __launch_bounds__(384, 1)
   products_wait<0>();
   arrived(mine.scores);
   if (first_lane) barrier_arrive(keys_empty);
-  if (Causal || task.keys % kKeys != 0) mine.mask(task, steps - 1);
+  if (Seen != Sight::kAll || task.keys % kKeys != 0) mine.mask(task, last_tile);
   mine.weigh(task.scale);
-  mine.drop();
+  mine.round();
   for (int step = 1; step < steps; ++step) {
     const int before = (step - 1) % kStages, stage = step % kStages;
-    mine.load_words(task, steps - 1 - step);
+    if (Drops) mine.load_words(task, last_tile - step);
     barrier_wait(keys_full + 8 * stage, step / kStages & 1);
     products_begin();
     mine.ask_for_scores(my_queries, keys + stage * kTile);
@@ -224,13 +254,16 @@ __global__ void __launch_bounds__(384, 1)
     products_wait<1>();
     arrived(mine.scores);
     if (first_lane) barrier_arrive(keys_empty + 8 * stage);
+    if (Seen == Sight::kWindow && task.window.cuts((last_tile - step) * kKeys, kKeys, tile * kQueries, kQueries)) {
+      mine.mask(task, last_tile - step);
+    }
     mine.weigh(task.scale);
     once_known(__float_as_int(mine.total[0]) | __float_as_int(mine.total[1]));
     products_wait<0>();
     arrived(mine.sums);
     if (first_lane) barrier_arrive(values_empty + 8 * before);
     mine.shrink_sums();
-    mine.drop();
+    mine.round();
   }
   const int stage = (steps - 1) % kStages;
   barrier_wait(values_full + 8 * stage, (steps - 1) / kStages & 1);

@@ -1,4 +1,4 @@
-"""What te_cuda_dropout_attention does not take, before it asks a GPU for anything."""
+"""What te_cuda_attention does not take, before it asks a GPU for anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def arguments(**changed: Any) -> list[Any]:
     """Those of a sound request but for its addresses, which nothing gets as far as to read."""
     core = native.module()
     given: dict[str, Any] = {
-        "device": 0, "dtype": core.BFLOAT16, "causal": False, "sizes": (2, 4, 256, 256, 128), "scale": 0.1,
+        "device": 0, "dtype": core.BFLOAT16, "left": -1, "right": -1, "sizes": (2, 4, 4, 256, 256, 128), "scale": 0.1,
         "growth": 1.1,
         "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
         "bits": ADDRESS, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
@@ -29,12 +29,20 @@ def arguments(**changed: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"sizes": (2, 4, 0, 256, 128)}, "there must be a query and a key"),
-        ({"sizes": (2, 4, 256, 256, 136)}, "a multiple of 8 features, up to 128"),
-        ({"sizes": (2, 4, 256, 256, 100)}, "a multiple of 8 features, up to 128"),
-        ({"sizes": (2, 4, 256, 128, 128), "causal": True}, "causal with other keys than queries"),
+        ({"sizes": (2, 4, 4, 0, 256, 128)}, "there must be a query and a key"),
+        ({"sizes": (2, 4, 4, 256, 256, 136)}, "a multiple of 8 features, up to 128"),
+        ({"sizes": (2, 4, 4, 256, 256, 100)}, "a multiple of 8 features, up to 128"),
+        ({"sizes": (2, 4, 4, 256, 128, 128), "right": 0}, "causal, or in a window, with other keys than queries"),
+        ({"sizes": (2, 4, 4, 256, 128, 128), "left": 5}, "causal, or in a window, with other keys than queries"),
+        ({"sizes": (2, 4, 3, 256, 256, 128), "bits": 0, "growth": 1.0}, "heads must be a multiple of key_heads"),
+        ({"sizes": (2, 4, 0, 256, 256, 128), "bits": 0, "growth": 1.0}, "heads must be a multiple of key_heads"),
+        ({"sizes": (2, 4, 2, 256, 256, 128)}, "each head must have keys of its own"),
+        ({"bits": 0}, "where none is dropped growth must be 1"),
+        ({"left": 5}, "weights are dropped from all keys, or from causal ones"),
+        ({"right": 5}, "weights are dropped from all keys, or from causal ones"),
         ({"dtype": 0}, "TE_FLOAT16 or TE_BFLOAT16"),
-        ({"bits": 0}, "bits, out or logsumexp is null"),
+        ({"out": 0}, "out or logsumexp is null"),
+        ({"logsumexp": 0}, "out or logsumexp is null"),
         ({"q": 0}, "q must be aligned"),
         ({"k": ADDRESS + 2}, "k must be aligned to 16 bytes"),
         ({"v_strides": (512, 0, 128)}, "v must be aligned to 16 bytes, its strides positive multiples of 8"),
@@ -43,9 +51,9 @@ def arguments(**changed: Any) -> list[Any]:
 )
 def test_bad_requests_are_said(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        native.module().cuda_dropout_attention(*arguments(**changed))
+        native.module().cuda_attention(*arguments(**changed))
 
 
 def test_more_tiles_than_blocks_are_unsupported() -> None:
     with pytest.raises(native.module().Unsupported, match="more tiles than a launch has blocks"):
-        native.module().cuda_dropout_attention(*arguments(sizes=(2**20, 2**10, 2**10, 2**10, 128)))
+        native.module().cuda_attention(*arguments(sizes=(2**20, 2**10, 2**10, 2**10, 2**10, 128)))

@@ -1,0 +1,120 @@
+"""Attention by the C++ core, for wide heads on Hopper: asynchronous products beside the softmax.
+
+csrc/cuda/attention_forward.cuh and attention_backward.cuh have the design. The tensor cores make the next scores and
+the last sums while weights are made of the scores before, and the backward pass makes five products of a tile. Its dq
+is added up in memory in the order in which blocks come, so its last bits may differ from run to run: with
+``torch.use_deterministic_algorithms(True)`` another kernel must run.
+
+A head of fewer than 128 features takes the time of one of 128, so these are for heads of more than 64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_compile.kernels import buffers, native
+from te_compile.kernels.buffers import on_device_of
+from te_compile.kernels.recording import STREAM
+from te_compile.ops.registry import Target, Unsupported
+
+CAPABILITY = (9, 0)  # its instructions are no part of what later GPUs run
+VECTOR = 8  # elements of 16 bytes: rows must start and end on such
+NARROWER, WIDEST = 64, 128
+QUERIES, KEYS = 64, 128  # of a tile of the backward pass
+MOST_BLOCKS = 2**31 - 1
+_WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsumexp
+
+
+def check(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments``, whose q and k are [B, S, H, D],
+    or slower than others."""
+    if target.device != "cuda":
+        raise Unsupported(f"needs a CUDA device, not {target.device}")
+    if reason := native.missing(cuda=True):
+        raise Unsupported(reason)
+    if target.capability != CAPABILITY:
+        raise Unsupported(f"needs compute capability 9.0, not {target.capability}")
+    q, k = arguments["q"], arguments["k"]
+    width = q.shape[3]
+    if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:
+        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {NARROWER} up to {WIDEST}")
+    sizes = (*q.shape[:3], k.shape[1])
+    if all(isinstance(size, int) for size in sizes):
+        batch, queries, heads, keys = sizes
+        if -(-max(queries, keys) // KEYS) * batch * heads > MOST_BLOCKS:
+            raise Unsupported(f"{batch} × {heads} heads of {max(queries, keys)} positions are too many tiles")
+
+
+def check_dropout_backward(target: Target, arguments: dict[str, Any]) -> None:
+    """The same for :func:`backward` with bits; without them it takes what :func:`forward` does."""
+    check(target, arguments)
+    queries, keys = arguments["q"].shape[1], arguments["k"].shape[1]
+    for name, length, multiple in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
+        if not isinstance(length, int) or length % multiple:
+            raise Unsupported(f"{length} {name} are no multiple of {multiple} known at compile time")
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Those of batch, row and head, of [B, S, H, D]; where there is one of something, any that is allowed."""
+    return tuple(x.stride(at) if x.shape[at] > 1 else VECTOR for at in range(3))
+
+
+def _in_place(x: Tensor) -> Tensor:
+    """``x``, or a copy if it cannot be read as it lies."""
+    fits = all(stride > 0 and stride % VECTOR == 0 for stride in _strides(x))
+    in_place = fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)  # a contiguous one may begin badly, too
+
+
+def _task(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, growth: float) -> tuple[Any, ...]:
+    """The core's first arguments."""
+    batch, queries, heads, width = q.shape
+    sizes = (batch, heads, k.shape[2], queries, k.shape[1], width)
+    operands = [part for x in (q, k, v) for part in (x, _strides(x))]
+    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float,
+    bits: Tensor | None = None, growth: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(q · kᵀ · scale) · v, and the logsumexp of each row of logits.
+
+    q: [B, Sq, H, D], k and v: [B, Sk, G, D], of one 16-bit dtype, H a multiple of G; at least one query and one key.
+    Query i sees the keys from i - left to i + right, all on a side where that is below 0; other windows only where
+    Sq = Sk. bits: which weights are kept, and multiplied by ``growth`` (ops/dropout_bits.py), where G = H and no window
+    ends but with right = 0; None for all. Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32
+    [B, H, Sq].
+    """
+    batch, queries, heads, width = q.shape
+    q, k, v = map(_in_place, (q, k, v))
+    with on_device_of(q):
+        out = buffers.empty(q, (batch, queries, heads, width), q.dtype)
+        logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
+    native.call(
+        native.module().cuda_attention,
+        q.device.index, *_task(q, k, v, left, right, scale, growth), bits, out, logsumexp, STREAM,
+    )  # fmt: skip
+    return out, logsumexp
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    left: int, right: int, scale: float, bits: Tensor | None = None, growth: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of :func:`forward`'s out, whose gradient is ``grad``: dq, dk and dv, in the shapes of q, k and v and
+    their dtype, contiguous. With bits Sq must be a multiple of 64, Sk of 128."""
+    grad, q, k, v = map(_in_place, (grad, q, k, v))
+    with on_device_of(q):
+        dq, dk, dv = (buffers.empty(q, tuple(x.shape), x.dtype) for x in (q, k, v))
+        rows = logsumexp.shape[0] * logsumexp.shape[1] * -(-logsumexp.shape[2] // QUERIES) * QUERIES
+        workspace = buffers.empty(q, (rows * _WORKSPACE,), torch.float32)
+    native.call(
+        native.module().cuda_attention_backward,
+        q.device.index, *_task(q, k, v, left, right, scale, growth), bits, out, logsumexp,
+        grad, _strides(grad), workspace, dq, dk, dv, STREAM,
+    )  # fmt: skip
+    return dq, dk, dv

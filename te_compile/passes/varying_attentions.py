@@ -1,0 +1,74 @@
+"""Attention of varying length on kernels that need no plan for each.
+
+cuDNN builds a plan for each length that it has not met: tens of milliseconds of the host, forward and backward
+(``python -m benchmarks.new_lengths``). Where lengths are symbols when the graph is compiled, for batches are as long as
+what is in them or prompts as they come, that is another plan for each, and attention waits for all of them. Where
+PyTorch takes flash, there is no plan, and the kernel takes 1.6 times as long.
+
+The C++ core's kernels (kernels/native_attention.py) take any length as it comes, in about cuDNN's time. They run
+``te::window_attention`` in a window that ends nowhere, or with the query itself. Where lengths are numbers they run
+only what PyTorch would leave to flash, as under a cuDNN that PyTorch holds too old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from te_compile.ops import registry
+from te_compile.ops.native_implementations import CUDA
+from te_compile.ops.registry import Target
+from te_compile.ops.window_attention import EVERYTHING
+from te_compile.options import Options
+from te_compile.passes.attention_calls import has_sinks
+from te_compile.passes.attention_kernels import chooses_itself, takes_flash_first, takes_its_own_order
+from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.regions import Region
+from te_compile.passes.step_cost import waits_for_host
+from te_compile.passes.window_attentions import Runs, may_stand_for, put_window
+
+_OPERATORS = ("window_attention_forward", "window_attention_backward")
+
+
+def is_run_by_the_core(q: Any, k: Any, v: Any) -> bool:
+    """Are the kernels the C++ core's? q, k, v: [B, S, H, D]."""
+    target, arguments = Target.of(q.device), {"q": q, "k": k, "v": v}
+    return all(registry.choose(operator, target, arguments)[0] == CUDA for operator in _OPERATORS)
+
+
+def varying_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_the_core) -> int:
+    """Give attention whose kernel PyTorch would choose to the core's, where its length varies or that is flash; returns
+    how many. The plan's linears must have been selected."""
+    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
+        return 0
+    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    found = [index for index, attention in enumerate(plan.attentions) if _is_left_to_pytorch(attention, graphs)]
+    if not found or waits_for_host(plan, options, torch.is_grad_enabled()):
+        return 0
+    changed, changes = 0, dict[Node, bool]()
+    for index in found:
+        node = plan.attentions[index].node
+        operands: list[Node] = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
+        if may_stand_for(node, operands, changes, runs):
+            right = 0 if argument(node, 5, "is_causal", False) else EVERYTHING
+            call = put_window(node, operands, (EVERYTHING, right))
+            plan.attentions[index] = replace(plan.attentions[index], node=call, kernel="core")
+            changed += 1
+    return changed
+
+
+def _is_left_to_pytorch(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
+    """Is it an ordinary call of SDPA without a mask, in a graph that is rewritten, which these kernels would run
+    faster?"""
+    node: Any = attention.node
+    if attention.status == "stays" or attention.precision == "fp8" or attention.kernel or has_sinks(node):
+        return False
+    if id(node.graph) not in graphs or node in graphs[id(node.graph)] or argument(node, 3, "attn_mask") is not None:
+        return False
+    length = value_of(node).shape[-2]
+    return not isinstance(length, int) or takes_flash_first()
