@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile import first_steps
-from te_compile.gradient_states import GradientState, joined
+from te_compile.gradient_states import GradientState, known_of
 from te_compile.ops import agreement
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
@@ -95,8 +95,8 @@ class ParameterState:
         return self.forward.shape[1] - HISTORY
 
     def backward_for(self, gradient_max: float) -> Tensor:
-        """[1, 2+L], a copy: what all formats know of the gradient, with a scale that aims at ``gradient_max``."""
-        return joined({aim: each.tensor for aim, each in self.gradients.items()}, gradient_max)
+        """[1, 2+L], a copy: what is known of the gradient by now, with a scale that aims at ``gradient_max``."""
+        return known_of(self.gradients, self.gradient_max, gradient_max)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -143,7 +143,7 @@ def state_of(
     used = parameter if shown_by is None else shown_by
     if state is None:
         if isinstance(parameter, FakeTensor):
-            return _fresh(parameter, history_length)
+            return _fresh(parameter, history_length, gradient_max)
         _require_no_other_loaded(parameter, history_length)
         state = _create(parameter, history_length)
     state.only_loaded = False
@@ -172,7 +172,7 @@ def states_of(parameter: Tensor) -> dict[int, ParameterState]:
     return _states.get(id(parameter), {})
 
 
-def _fresh(parameter: Tensor, history_length: int) -> ParameterState:
+def _fresh(parameter: Tensor, history_length: int, gradient_max: float = GRADIENT_MAX) -> ParameterState:
     """A state that has seen nothing, on the parameter's device, registered nowhere."""
 
     def zeros(rows: int) -> Tensor:
@@ -182,7 +182,8 @@ def _fresh(parameter: Tensor, history_length: int) -> ParameterState:
 
     # A tensor made in inference mode could never be updated by a training step.
     with torch.inference_mode(False), torch.no_grad():
-        return ParameterState(zeros(FORWARD_ROWS), {GRADIENT_MAX: GradientState(zeros(BACKWARD_ROWS), next(_numbers))})
+        gradient = GradientState(zeros(BACKWARD_ROWS), next(_numbers))
+        return ParameterState(zeros(FORWARD_ROWS), {gradient_max: gradient}, gradient_max=gradient_max)
 
 
 def _create(parameter: Tensor, history_length: int) -> ParameterState:
@@ -223,18 +224,29 @@ def _require_no_other_loaded(parameter: Tensor, history_length: int) -> None:
 
 
 def _aim(state: ParameterState, gradient_max: float) -> None:
-    """Have the gradient's row for another FP8 type, which knows what those for others do."""
+    """Have the gradient's row for another FP8 type, which learns what the last one knows."""
+    last, own = state.gradients[state.gradient_max], state.gradients.get(gradient_max)
+    if own is None and last.trains and _is_capturing():
+        raise RuntimeError(
+            "te_fp8: a step under a recipe of another fp8_format is being captured into a CUDA graph, and its "
+            "gradients have no scales yet: run one such step before"
+        )
     with torch.inference_mode(False), torch.no_grad():
-        known = state.backward_for(gradient_max)
-        if (own := state.gradients.get(gradient_max)) is not None:
-            own.tensor.copy_(known)
-        else:
-            own = state.gradients[gradient_max] = GradientState(known, next(_numbers))
+        if own is None:
+            own = state.gradients[gradient_max] = GradientState(state.backward_for(gradient_max), next(_numbers))
             weakref.finalize(state, _stop_waiting, own.number).atexit = False
-    last, state.gradient_max = state.gradient_max, gradient_max
-    if not state.gradients[last].trains:  # no backward has it
-        del state.gradients[last]
+            last.is_known()
+        elif not _is_capturing():  # each replay would learn anew
+            own.tensor.copy_(state.backward_for(gradient_max))
+            last.is_known()
+    if not last.trains:  # no backward has it
+        del state.gradients[state.gradient_max]
+    state.gradient_max = gradient_max
     _changed()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _move(state: ParameterState, parameter: Tensor) -> None:
@@ -247,12 +259,14 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
             _await_scales(state)
             for aim, each in state.gradients.items():
                 each.tensor = moved.backward.clone()
+                each.is_known()
                 if each.trains:
                     _await_scales(state, aim)
         else:
             state.forward = state.forward.to(parameter.device)
             for each in state.gradients.values():
                 each.tensor = each.tensor.to(parameter.device)
+                each.learnt = None if each.learnt is None else each.learnt.to(parameter.device)
     _changed()
 
 
@@ -407,7 +421,8 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
         state.forward.copy_(forward)
         for aim, each in state.gradients.items():
-            each.tensor.copy_(joined({GRADIENT_MAX: backward}, aim))
+            each.tensor.copy_(known_of({GRADIENT_MAX: GradientState(backward, 0)}, GRADIENT_MAX, aim))
+            each.is_known()
     first_steps.forget(state.forward_number)
     state.next_place = None  # what it knows is of another training
     _changed()

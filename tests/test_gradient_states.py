@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_compile import load_state_dict
-from te_compile.gradient_states import joined
+from te_compile.gradient_states import GradientState, known_of
 from te_compile.ops.scaling import HISTORY, SCALE
 from te_compile.recipe import FP32_MAX
 from te_compile.state import existing_state
@@ -27,19 +28,26 @@ def row(scale: float, skipped: float, *history: float) -> Tensor:
     return torch.tensor([[scale, skipped, *history]])
 
 
+def states_of(hybrid: Tensor, e4m3: Tensor | None = None) -> dict[float, GradientState]:
+    """As they are where each has been updated since the other learnt from it."""
+    found = {HYBRID: GradientState(hybrid, 0), E4M3: GradientState(hybrid if e4m3 is None else e4m3, 1)}
+    return found if e4m3 is not None else {HYBRID: found[HYBRID]}
+
+
 def test_what_is_known_for_one_format_is_aimed_at_another() -> None:
-    known = row(3.0, 2, 5, 4)
-    before = known.clone()
-    result = joined({HYBRID: known}, E4M3)
-    assert torch.equal(result, row(3.0 / 128, 2, 5, 4)) and torch.equal(known, before)
-    assert torch.equal(joined({E4M3: result}, HYBRID), known)
-    assert torch.equal(joined({HYBRID: known}, HYBRID), known)
-    assert joined({HYBRID: known}, HYBRID).data_ptr() != known.data_ptr()
+    tensor = row(3.0, 2, 5, 4)
+    before, states = tensor.clone(), states_of(tensor)
+    result = known_of(states, HYBRID, E4M3)
+    assert torch.equal(result, row(3.0 / 128, 2, 5, 4)) and torch.equal(tensor, before)
+    assert torch.equal(known_of({E4M3: GradientState(result, 0)}, E4M3, HYBRID), tensor)
+    same = known_of(states, HYBRID, HYBRID)
+    assert torch.equal(same, tensor) and same.data_ptr() != tensor.data_ptr()
 
 
 def test_no_scale_stays_none_and_the_largest_stays_finite() -> None:
-    assert torch.equal(joined({E4M3: row(0.0, 1, 0, 0)}, HYBRID), row(0.0, 1, 0, 0))
-    assert torch.equal(joined({E4M3: row(FP32_MAX, 0, 1e-38, 0)}, HYBRID), row(FP32_MAX, 0, 1e-38, 0))
+    nothing, largest = row(0.0, 1, 0, 0), row(FP32_MAX, 0, 1e-38, 0)
+    for tensor in (nothing, largest):
+        assert torch.equal(known_of({E4M3: GradientState(tensor, 0)}, E4M3, HYBRID), tensor)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +60,16 @@ def test_no_scale_stays_none_and_the_largest_stays_finite() -> None:
     ],
 )
 def test_the_larger_amax_and_the_smaller_scale_are_kept(hybrid: Tensor, e4m3: Tensor, expected: Tensor) -> None:
-    for known in ({HYBRID: hybrid, E4M3: e4m3}, {E4M3: e4m3, HYBRID: hybrid}):
-        assert torch.equal(joined(known, HYBRID), expected)
+    for last in (HYBRID, E4M3):
+        assert torch.equal(known_of(states_of(hybrid, e4m3), last, HYBRID), expected)
+
+
+def test_what_has_not_been_updated_since_the_other_learnt_of_it_is_old() -> None:
+    states = states_of(row(1.0, 0, 900, 0), row(448.0, 0, 1, 1))
+    states[HYBRID].is_known()
+    assert torch.equal(known_of(states, E4M3, HYBRID), row(57344.0, 0, 1, 1))
+    states[HYBRID].tensor.copy_(row(2.0, 0, 800, 900))
+    assert torch.equal(known_of(states, E4M3, HYBRID), row(2.0, 0, 800, 900))
 
 
 def gradients_of(model: nn.Module, runs: list[Any], x: Tensor, backwards: tuple[int, ...]) -> list[dict[str, Tensor]]:
@@ -120,3 +136,29 @@ def test_a_recipe_that_comes_back_knows_what_the_other_has_met() -> None:
     (100.0 * model(x).square().mean()).backward()
     for name, gradient in gradients(model).items():
         assert relative_error(got[name], gradient) < 0.3, name
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_one_format_has_met_leaves_the_history_of_the_other() -> None:
+    """As it would if the other had met it: neither a recipe that comes back nor a state that is saved knows it."""
+    model = Mlp()
+    runs = [compiled(model, recipe=f"{recipe} amax_history_len=4") for recipe in RECIPES]
+    for run, size, steps in ((runs[0], 1e4, 2), (runs[1], 1.0, 6)):
+        for _ in range(steps):
+            (size * run(torch.randn(16, 32)).square().mean()).backward()
+    live = [state for parameter in model.parameters() if (state := existing_state(parameter, 4))]
+    before = [state.backward.clone() for state in live]
+    load_state_dict(model, state_dict(model))
+    assert live and all(torch.equal(state.backward, one) for state, one in zip(live, before, strict=True))
+    runs[0](torch.randn(16, 32)).square().mean().backward()
+    for state, one in zip(live, before, strict=True):
+        assert float(state.gradients[HYBRID].tensor[:, HISTORY:].max()) < 10 * float(one[:, HISTORY:].max())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_dry_run_with_fake_parameters_has_states_of_its_format(recipe: str) -> None:
+    with FakeTensorMode():
+        model = Mlp()
+        compiled(model, recipe=recipe)(torch.randn(16, 32)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

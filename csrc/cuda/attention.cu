@@ -148,6 +148,8 @@ void check_backward(const te_attention& task) {
   require(task.bits == nullptr || (task.queries % kStep == 0 && task.keys % kKeys == 0),
           "te_cuda_attention_backward: where weights are dropped queries must be a multiple of 64, keys of 128");
   check(task.grad, "grad");
+  require(reinterpret_cast<uintptr_t>(task.out) % 16 == 0,
+          "te_cuda_attention_backward: out must be aligned to 16 bytes");
   require(task.workspace != nullptr && reinterpret_cast<uintptr_t>(task.workspace) % 16 == 0,
           "te_cuda_attention_backward: the workspace must be aligned to 16 bytes");
   require(reinterpret_cast<uintptr_t>(task.bits) % 16 == 0,

@@ -162,10 +162,10 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
 }
 
 te_attention attention_backward_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
-                                   float scale, float growth, Address q, const Strides& q_strides, Address k, const Strides& k_strides,
-                                   Address v, const Strides& v_strides, Address bits, Address out, Address logsumexp,
-                                   Address grad, const Strides& grad_strides, Address workspace, Address dq, Address dk,
-                                   Address dv, Address stream) {
+                                   float scale, float growth, Address q, const Strides& q_strides, Address k,
+                                   const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address out,
+                                   Address logsumexp, Address grad, const Strides& grad_strides, Address workspace,
+                                   Address dq, Address dk, Address dv, Address stream) {
   te_attention task = attention_of(device, dtype, left, right, sizes, scale, growth, q, q_strides, k, k_strides, v,
                                    v_strides, bits, out, logsumexp, stream);
   task.grad = heads_of(grad, grad_strides);
@@ -398,6 +398,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
   module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
+  module.attr("INTERFACE") = 2;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.def("cublaslt_keep_choices", &cublaslt_keep_choices, unlocked, "(device, path or None)");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
   te_compile::python::add_replay(module);

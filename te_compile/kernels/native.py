@@ -18,6 +18,7 @@ from torch import Tensor
 from te_compile.kernels.recording import STREAM, here
 
 BUILD_HINT = "build it with `pip install -e .` or `csrc/build.sh`"
+INTERFACE = 2  # of the sources that this file is part of (csrc/python/module.cpp)
 
 
 @functools.lru_cache(maxsize=1)
@@ -29,6 +30,8 @@ def _loaded() -> tuple[ModuleType | None, str]:
         return None, f"the C++ core is not built; {BUILD_HINT}"
     except ImportError as error:  # built for another Python or system, or a library it needs is gone
         return None, f"the C++ core does not load ({error}); {BUILD_HINT}"
+    if getattr(module, "INTERFACE", None) != INTERFACE:
+        return None, f"the C++ core was built from other sources than these; {BUILD_HINT}"
     return module, ""
 
 

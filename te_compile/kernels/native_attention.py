@@ -108,6 +108,7 @@ def backward(
     """Gradients of :func:`forward`'s out, whose gradient is ``grad``: dq, dk and dv, in the shapes of q, k and v and
     their dtype, contiguous. With bits Sq must be a multiple of 64, Sk of 128."""
     grad, q, k, v = map(_in_place, (grad, q, k, v))
+    out, logsumexp = out.contiguous(), logsumexp.contiguous()
     with on_device_of(q):
         dq, dk, dv = (buffers.empty(q, tuple(x.shape), x.dtype) for x in (q, k, v))
         rows = logsumexp.shape[0] * logsumexp.shape[1] * -(-logsumexp.shape[2] // QUERIES) * QUERIES

@@ -19,7 +19,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakValueDictionary, ref
 
@@ -37,7 +37,7 @@ Update = Callable[..., object]
 class _Measured:
     """Amaxes that this rank has seen, fp32 [rows of all states], and what is done with the largest of all ranks.
 
-    ``order``: the places of the states in the order of first use. ``stream``: the one that they were measured on; 0 on
+    ``order``: the places of the states (``_Lasting``). ``stream``: the one that they were measured on; 0 on
     a CPU.
     """
 
@@ -82,14 +82,13 @@ def agree(amaxes: Tensor) -> None:
 
 @dataclass
 class _Lasting:
-    """A state that outlives a pass, and its place in the order in which such states were first used."""
+    """A state that outlives a pass, and its place in the order in which such states first took part in an exchange."""
 
     state: ref[Tensor]
-    place: int
+    place: int | None = None
 
 
 _lasting: dict[int, _Lasting] = {}  # by their addresses
-_places = itertools.count()
 
 
 def remember(states: Sequence[Tensor]) -> None:
@@ -98,7 +97,7 @@ def remember(states: Sequence[Tensor]) -> None:
         address = state.data_ptr()
         known = _lasting.get(address)
         if known is None or known.state() is not state:
-            _lasting[address] = _Lasting(ref(state, partial(_forget, address)), next(_places))
+            _lasting[address] = _Lasting(ref(state, partial(_forget, address)))
 
 
 def _forget(address: int, gone: ref[Tensor]) -> None:
@@ -159,10 +158,42 @@ def agree_later(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple
     device = amaxes.device
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     addresses = [state.data_ptr() for state in states]
-    order = [_lasting[address].place for address in addresses]
     waiting = _of_this_pass()
-    waiting.append(_Measured(amaxes, states, update, how, order, stream))
+    waiting.append(_Measured(amaxes, states, update, how, _places_of(addresses), stream))
     _awaited.update(dict.fromkeys(addresses, ref(waiting)))
+
+
+@dataclass
+class _Ranks:
+    """Those that come together now: their process group, and how many states have a place among them."""
+
+    group: Callable[[], object] = lambda: None
+    places: Iterator[int] = field(default_factory=itertools.count)
+
+
+_ranks = _Ranks()
+
+
+def _world() -> object:
+    return torch.distributed.group.WORLD
+
+
+def _places_of(addresses: Sequence[int]) -> list[int]:
+    """Of lasting states, which have one from here on. Ranks that come together anew, one of them perhaps in a process
+    of its own, count from the beginning."""
+    group = _world()
+    if group is not _ranks.group():
+        _ranks.group, _ranks.places = ref(group), itertools.count()
+        same_layers.begin_again()
+        for known in list(_lasting.values()):
+            known.place = None
+    found = []
+    for address in addresses:
+        state = _lasting[address]
+        if state.place is None:
+            state.place = next(_ranks.places)
+        found.append(state.place)
+    return found
 
 
 def _of_this_pass() -> _Waiting:
@@ -236,7 +267,7 @@ def _agreed(arriving: Sequence[_Measured]) -> Tensor:
         return torch.cat(amaxes)
     measured = sum(each.numel() for each in amaxes)
     order = [place for each in arriving for place in each.order]
-    together = torch.cat([*amaxes, same_layers.fingerprint(order, amaxes[0].device)])
+    together = torch.cat([*amaxes, *same_layers.fingerprint(order, amaxes[0].device)])
     agree(together)
     same_layers.look_at(together[measured:])
     return together[:measured]

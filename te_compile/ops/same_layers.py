@@ -6,7 +6,7 @@ do with one another: no step fails, and scales stay smaller than they need to be
 more, a fingerprint of the states that take part and its negative. The largest of each over all ranks add up to zero
 only where the ranks have the same fingerprint.
 
-States are told apart by the order in which they were first used in training, which ranks that train the same layers
+States are told apart by the order in which they first took part in an exchange, which ranks that train the same layers
 have in common, and nothing else has: a name in a graph is that of many blocks which are compiled one by one.
 
 Nobody waits for the answer. The host reads it at a later exchange, when it has arrived from the device.
@@ -29,7 +29,6 @@ WARNING = (
     "another. With reduce_amax=False in the recipe each rank keeps its own."
 )
 NUMBERS = 2  # that an exchange carries more
-_MOST_KEPT = 64  # of a few kinds of steps: with and without some blocks
 
 
 @dataclass
@@ -40,21 +39,22 @@ class _Answer:
     ready: torch.cuda.Event
 
 
-_fingerprints: dict[tuple[torch.device, int], Tensor] = {}
 _answers: dict[torch.device, _Answer] = {}
 _told = False
 
 
-def fingerprint(order: Sequence[int], device: torch.device) -> Tensor:
-    """fp32 [2], to be exchanged behind the amaxes of the states that have these places in the order of first use; not
-    to be written to."""
+def fingerprint(order: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Two fp32 [1], to be exchanged behind the amaxes of the states that have these places in the order."""
     number = zlib.crc32(array("q", order).tobytes()) & 0xFFFFFF  # fp32 holds integers of 24 bits
-    kept = _fingerprints.get((device, number))
-    if kept is None:
-        if len(_fingerprints) >= _MOST_KEPT:
-            _fingerprints.clear()
-        kept = _fingerprints[device, number] = torch.tensor([number, -number], dtype=torch.float32, device=device)
-    return kept
+    # Filled on the device: a copy from the host's memory would wait for it.
+    return [torch.full((1,), float(each), dtype=torch.float32, device=device) for each in (number, -number)]
+
+
+def begin_again() -> None:
+    """Ranks have come together anew."""
+    global _told
+    _told = False
+    _answers.clear()
 
 
 def look_at(agreed: Tensor) -> None:

@@ -59,11 +59,23 @@ def test_a_checkout_that_was_never_built_says_how_to_build(monkeypatch: pytest.M
 
 def test_a_core_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
     class WithoutCuda:
-        cuda_built = False
+        cuda_built, INTERFACE = False, native.INTERFACE
 
     monkeypatch.setitem(sys.modules, "te_compile._native", WithoutCuda())
     assert native.missing() == ""
     assert "without CUDA" in native.missing(cuda=True)
+
+
+def test_a_core_of_other_sources_is_not_called(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+    """As after an update that nobody has built."""
+
+    class Older:
+        cuda_built, INTERFACE = True, native.INTERFACE - 1
+
+    for core in (Older(), object()):
+        native._loaded.cache_clear()
+        monkeypatch.setitem(sys.modules, "te_compile._native", core)
+        assert "built from other sources" in native.missing() and "csrc/build.sh" in native.missing(cuda=True)
 
 
 def test_what_fits_passes(with_library: None) -> None:

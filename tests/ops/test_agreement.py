@@ -272,16 +272,26 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     assert not agreement._waiting and not states[0].any()
 
 
-def test_a_state_keeps_its_place_as_long_as_it_lives() -> None:
-    def places(states: list[Tensor]) -> list[int]:
+def test_states_have_places_from_their_first_exchange_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank trains alone has none."""
+
+    def places(states: list[Tensor]) -> list[int | None]:
         return [agreement._lasting[state.data_ptr()].place for state in states]
 
-    states = fresh(2)
-    begin, after = places(states)
-    agreement.remember(states[::-1])
-    assert after == begin + 1 and places(states) == [begin, after]
-    later = fresh(1)
-    assert places(later) == [after + 1]
+    def exchange(states: list[Tensor]) -> None:
+        in_backward(lambda: UPDATE_SCALES(states, [torch.ones(len(states))], "backward", KEY))
+
+    alone, states, later = fresh(1), fresh(2), fresh(1)
+    exchange(states[::-1])
+    begin = places(states)[1]
+    assert begin is not None and places(states) == [begin + 1, begin] and places([*alone, *later]) == [None, None]
+    agreement.remember(states)
+    exchange([*states, *later])
+    assert places([*states, *later]) == [begin + 1, begin, begin + 2]
+    others = nn.Module()
+    monkeypatch.setattr(agreement, "_world", lambda: others)
+    agreement._places_of([later[0].data_ptr()])
+    assert places([*states, *later]) == [None, None, 0]
 
 
 @pytest.mark.parametrize("of_the_other_rank", [(0, 1), (1, 0), (0,), (0, 2)])
@@ -290,8 +300,10 @@ def test_ranks_that_run_other_layers_are_told(
 ) -> None:
     monkeypatch.setattr(same_layers, "_told", False)
     states = fresh(2)
+    in_backward(lambda: UPDATE_SCALES(states, [torch.ones(2)], "backward", KEY))
     begin = agreement._lasting[states[0].data_ptr()].place
-    other = same_layers.fingerprint([begin + each for each in of_the_other_rank], torch.device("cpu")).clone()
+    assert begin is not None
+    other = torch.cat(same_layers.fingerprint([begin + each for each in of_the_other_rank], torch.device("cpu")))
 
     def agree(amaxes: Tensor) -> None:
         amaxes[-MORE:] = torch.maximum(amaxes[-MORE:], other)
@@ -299,7 +311,7 @@ def test_ranks_that_run_other_layers_are_told(
     monkeypatch.setattr(agreement, "agree", agree)
     for step in range(2):
         in_backward(lambda: UPDATE_SCALES(states, [torch.ones(2)], "backward", KEY))
-        assert [state[0, 2 + step].item() for state in states] == [1.0, 1.0]
+        assert [state[0, 3 + step].item() for state in states] == [1.0, 1.0]
     assert caplog.messages == ([] if of_the_other_rank == (0, 1) else [same_layers.WARNING])
 
 
