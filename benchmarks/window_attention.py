@@ -68,10 +68,10 @@ class Work:
         """In float32; nothing of what would not fit."""
         if self.grad.shape[1] > _CHECKED:
             return {}
-        wide = [x.float() for x in self.operands]
-        made = window_attention_reference(*wide, *self.window)  # type: ignore[call-arg]  # three and three
-        gradients = window_attention_backward_reference(self.grad.float(), *wide, *made, *self.window)  # type: ignore[call-arg]
-        return {"forward": made[:1], "backward": gradients}
+        q, k, v = (x.float() for x in self.operands)
+        out, sums = window_attention_reference(q, k, v, *self.window)
+        gradients = window_attention_backward_reference(self.grad.float(), q, k, v, out, sums, *self.window)
+        return {"forward": (out,), "backward": gradients}
 
 
 def implementations(work: Work) -> list[str]:

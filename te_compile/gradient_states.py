@@ -32,7 +32,7 @@ class GradientState:
     trains: bool = False
     learnt: Tensor | None = None
 
-    def is_known(self) -> None:
+    def mark_learnt(self) -> None:
         """Others know what it knows by now."""
         self.learnt = self.tensor.clone()
 

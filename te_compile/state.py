@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_compile import first_steps
 from te_compile.gradient_states import GradientState, known_of
 from te_compile.ops import agreement
+from te_compile.ops.host_copies import HostCopy, copied_to_host
 from te_compile.ops.scaling import HISTORY, SCALE, SKIPPED
 from te_compile.parameter_names import parameters_by_name
 from te_compile.recipe import Format
@@ -235,10 +235,10 @@ def _aim(state: ParameterState, gradient_max: float) -> None:
         if own is None:
             own = state.gradients[gradient_max] = GradientState(state.backward_for(gradient_max), next(_numbers))
             weakref.finalize(state, _stop_waiting, own.number).atexit = False
-            last.is_known()
+            last.mark_learnt()
         elif not _is_capturing():  # each replay would learn anew
             own.tensor.copy_(state.backward_for(gradient_max))
-            last.is_known()
+            last.mark_learnt()
     if not last.trains:  # no backward has it
         del state.gradients[state.gradient_max]
     state.gradient_max = gradient_max
@@ -259,7 +259,7 @@ def _move(state: ParameterState, parameter: Tensor) -> None:
             _await_scales(state)
             for aim, each in state.gradients.items():
                 each.tensor = moved.backward.clone()
-                each.is_known()
+                each.mark_learnt()
                 if each.trains:
                     _await_scales(state, aim)
         else:
@@ -282,7 +282,7 @@ _captured: list[list[Tensor]] = []  # a CUDA graph of the user's knows them by t
 
 def keep_if_captured(states: list[Tensor]) -> None:
     """Keep ``states`` in memory for good if this call of theirs is being captured into a CUDA graph."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         _captured.append(states)
 
 
@@ -294,12 +294,7 @@ class _Look:
     """Scales on their way from a device: the states' numbers with their row counts, and the host copy once ready."""
 
     rows: list[tuple[int, int]]
-    scales: Tensor
-    ready: torch.cuda.Event | None
-
-    def arrived(self) -> bool:
-        """Has the device filled the copy?"""
-        return self.ready is None or self.ready.query()
+    scales: HostCopy
 
 
 LONGEST_PAUSE = 256  # calls between two looks at states that never get a scale, such as that of an unused backward
@@ -330,9 +325,9 @@ def poll() -> None:
     global _pause, _calls_left
     if not _waiting:
         return
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return
-    for device in [device for device, look in list(_looks.items()) if look.arrived()]:
+    for device in [device for device, look in list(_looks.items()) if look.scales.arrived()]:
         arrived = _looks.pop(device, None)
         if arrived is not None:  # else another thread has read it
             _read(arrived)
@@ -343,7 +338,7 @@ def poll() -> None:
     for device, tensors in _waiting_tensors().items():
         if device not in _looks and device.type != "meta":
             look = _look_at(device, tensors)
-            if look.arrived():
+            if look.scales.arrived():
                 _read(look)
             else:
                 _looks[device] = look
@@ -364,20 +359,12 @@ def _look_at(device: torch.device, tensors: list[tuple[int, Tensor]]) -> _Look:
     """Start the copy of all scales of ``tensors``; whoever watches the operators of this call has no part in it."""
     rows = [(number, tensor.shape[0]) for number, tensor in tensors]
     with torch.no_grad(), _disable_current_modes():
-        scales = torch.cat([tensor[:, SCALE] for _, tensor in tensors])
-        if device.type != "cuda":
-            return _Look(rows, scales.cpu(), None)
-        with torch.cuda.device(device):
-            host = torch.empty(scales.shape, dtype=scales.dtype, device="cpu", pin_memory=True)
-            host.copy_(scales, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-    return _Look(rows, host, ready)
+        return _Look(rows, copied_to_host(torch.cat([tensor[:, SCALE] for _, tensor in tensors])))
 
 
 def _read(look: _Look) -> None:
     """Stop waiting for every state all of whose rows had a scale."""
-    scales = iter(look.scales.tolist())
+    scales = iter(look.scales.numbers.tolist())
     for number, rows in look.rows:
         if min(itertools.islice(scales, rows)) > 0:
             _stop_waiting(number)
@@ -388,8 +375,12 @@ def _await_scales(state: ParameterState, gradient_max: float | None = None) -> N
     gradient's of one format, has one; look at the next call."""
     global _pause, _calls_left
     _pause = _calls_left = 0
-    number = state.forward_number if gradient_max is None else state.gradients[gradient_max].number
-    _waiting[number] = (weakref.ref(state), gradient_max)
+    _waiting[_number(state, gradient_max)] = (weakref.ref(state), gradient_max)
+
+
+def _number(state: ParameterState, gradient_max: float | None) -> int:
+    """Of its forward tensor, or of the gradient's of one format."""
+    return state.forward_number if gradient_max is None else state.gradients[gradient_max].number
 
 
 def _stop_waiting(number: int) -> None:
@@ -422,22 +413,17 @@ def overwrite(parameter: Tensor, forward: Tensor, backward: Tensor) -> None:
         state.forward.copy_(forward)
         for aim, each in state.gradients.items():
             each.tensor.copy_(known_of({GRADIENT_MAX: GradientState(backward, 0)}, GRADIENT_MAX, aim))
-            each.is_known()
+            each.mark_learnt()
     first_steps.forget(state.forward_number)
     state.next_place = None  # what it knows is of another training
     _changed()
     _looks.clear()  # what is on its way from the device was read before
-    _await_again(state.forward_number, forward, partial(_await_scales, state))
-    for aim, each in state.gradients.items():
-        _await_again(each.number, backward, partial(_await_scales, state, aim) if each.trains else None)
-
-
-def _await_again(number: int, loaded: Tensor, wait: Callable[[], None] | None) -> None:
-    """``wait`` for scales of the state tensor ``number`` that ``loaded`` lacks."""
-    if bool((loaded[:, SCALE] > 0).all()):
-        _stop_waiting(number)
-    elif wait is not None:
-        wait()
+    formats: list[float | None] = [None, *state.gradients]
+    for gradient_max in formats:
+        if bool(((forward if gradient_max is None else backward)[:, SCALE] > 0).all()):
+            _stop_waiting(_number(state, gradient_max))
+        elif gradient_max is None or state.gradients[gradient_max].trains:
+            _await_scales(state, gradient_max)
 
 
 # --- by the model's names -------------------------------------------------------------------------------------------

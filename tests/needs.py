@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from te_compile.kernels import native
+
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 FP8_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
+)
+
+HOPPER_CORE = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != native.HOPPER
+    or bool(native.missing(cuda=True)),
+    reason="needs a GPU of compute capability 9.0 and the C++ core with CUDA",
 )

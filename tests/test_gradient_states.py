@@ -66,7 +66,7 @@ def test_the_larger_amax_and_the_smaller_scale_are_kept(hybrid: Tensor, e4m3: Te
 
 def test_what_has_not_been_updated_since_the_other_learnt_of_it_is_old() -> None:
     states = states_of(row(1.0, 0, 900, 0), row(448.0, 0, 1, 1))
-    states[HYBRID].is_known()
+    states[HYBRID].mark_learnt()
     assert torch.equal(known_of(states, E4M3, HYBRID), row(57344.0, 0, 1, 1))
     states[HYBRID].tensor.copy_(row(2.0, 0, 800, 900))
     assert torch.equal(known_of(states, E4M3, HYBRID), row(2.0, 0, 800, 900))

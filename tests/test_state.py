@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_compile import state as module
+from te_compile.ops.host_copies import HostCopy
 from te_compile.state import ROLES, ParameterState, existing_state, overwrite, poll, skipped_counts, state_of
 from te_compile.state_files import load_state_dict, state_dict
 from tests.states import LENGTH, fill, poll_often, scales_are_missing, two_layers, used
@@ -60,6 +61,29 @@ def test_a_format_that_no_backward_has_used_keeps_nothing() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
     state = state_of(parameter, LENGTH, training=True, gradient_max=448.0)
     assert state.gradients.keys() == {448.0}
+
+
+def test_a_format_that_comes_back_in_a_capture_learns_nothing_for_each_replay_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it then has not learnt is not forgotten either: the next call outside knows it."""
+    parameter = nn.Parameter(torch.rand(3, 4))
+    for gradient_max in (57344.0, 448.0):
+        state = state_of(parameter, LENGTH, training=True, gradient_max=gradient_max)
+    state.gradients[448.0].tensor.fill_(2.0)
+    monkeypatch.setattr(module, "_is_capturing", lambda: True)
+    state_of(parameter, LENGTH, training=True, gradient_max=57344.0)
+    assert not state.backward.any() and state.gradient_max == 57344.0
+    assert state.backward_for(57344.0).tolist() == [[256.0] + [2.0] * (1 + LENGTH)]
+
+
+def test_a_format_that_is_new_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    state = state_of(parameter, LENGTH, training=True)
+    monkeypatch.setattr(module, "_is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"another fp8_format .* run one such step before"):
+        state_of(parameter, LENGTH, training=True, gradient_max=448.0)
+    assert state.gradient_max == 57344.0 and state.gradients.keys() == {57344.0}
 
 
 def test_what_is_loaded_reaches_the_gradients_of_every_format() -> None:
@@ -198,13 +222,13 @@ def test_two_threads_that_meet_at_a_look_both_go_on(monkeypatch: pytest.MonkeyPa
     state.forward[:, 0] = 1
     number, scales, device = state.forward_number, torch.ones(2), torch.device("cuda", 7)
 
-    class SeenByAnother(module._Look):
+    class SeenByAnother(HostCopy):
         def arrived(self) -> bool:
             module._looks.pop(device, None)
             return True
 
     monkeypatch.setattr(module, "_calls_left", 9)
-    monkeypatch.setitem(module._looks, device, SeenByAnother([(number, 2)], scales, None))
+    monkeypatch.setitem(module._looks, device, module._Look([(number, 2)], SeenByAnother(scales, None)))
     poll()
     poll_often()
     assert not scales_are_missing()

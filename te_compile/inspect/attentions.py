@@ -29,7 +29,7 @@ _KERNELS = {
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "window": "on kernels that skip what is outside of the window",
     "core": "on te_compile's kernels, which need no plan for each length",
-    "sinks": "on flash, to whose sums the sinks are added",
+    "sinks": "on kernels to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }
 _HEADS = {

@@ -81,10 +81,7 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
 
     Tensors may be fake and sizes symbolic. Where sizes are known the library itself is asked, for the tensors' device.
     """
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if reason := native.missing(cuda=True):
-        raise Unsupported(reason)
+    native.require(target)
     if target.capability is None or target.capability < _SMALLEST_CAPABILITY:
         raise Unsupported(f"FP8 tensor cores need compute capability 8.9, this device has {target.capability}")
     a, b, out_dtype = arguments["a"], arguments["b"], arguments["out_dtype"]

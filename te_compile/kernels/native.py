@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels.recording import STREAM, here
+from te_compile.ops.registry import Target, Unsupported
 
 BUILD_HINT = "build it with `pip install -e .` or `csrc/build.sh`"
+HOPPER = (9, 0)
 INTERFACE = 2  # of the sources that this file is part of (csrc/python/module.cpp)
 
 
@@ -41,6 +43,21 @@ def missing(cuda: bool = False) -> str:
     if module is not None and cuda and not module.cuda_built:
         return "the C++ core was built without CUDA: found no nvcc of 12.3 or later; put one on the PATH, build again"
     return reason
+
+
+def require(target: Target) -> None:
+    """Raise Unsupported, with the reason, if the core's CUDA kernels cannot run on ``target``."""
+    if target.device != "cuda":
+        raise Unsupported(f"needs a CUDA device, not {target.device}")
+    if reason := missing(cuda=True):
+        raise Unsupported(reason)
+
+
+def require_hopper(target: Target) -> None:
+    """The same for kernels whose instructions are no part of what later GPUs run."""
+    require(target)
+    if target.capability != HOPPER:
+        raise Unsupported(f"needs compute capability 9.0, not {target.capability}")
 
 
 def module() -> ModuleType:

@@ -20,7 +20,6 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.recording import STREAM
 from te_compile.ops.registry import Target, Unsupported
 
-CAPABILITY = (9, 0)  # its instructions are no part of what later GPUs run
 VECTOR = 8  # elements of 16 bytes: rows must start and end on such
 NARROWER, WIDEST = 64, 128
 QUERIES, KEYS = 64, 128  # of a tile of the backward pass
@@ -31,12 +30,7 @@ _WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsum
 def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments``, whose q and k are [B, S, H, D],
     or slower than others."""
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if reason := native.missing(cuda=True):
-        raise Unsupported(reason)
-    if target.capability != CAPABILITY:
-        raise Unsupported(f"needs compute capability 9.0, not {target.capability}")
+    native.require_hopper(target)
     q, k = arguments["q"], arguments["k"]
     width = q.shape[3]
     if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:

@@ -18,7 +18,6 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.recording import STREAM
 from te_compile.ops.registry import Target, Unsupported
 
-CAPABILITY = (9, 0)  # its instructions are no part of what later GPUs run
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_EXPERTS = 1024
 _MAPS = 256  # bytes of workspace for each expert
@@ -26,12 +25,7 @@ _MAPS = 256  # bytes of workspace for each expert
 
 def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`grouped_gemm` cannot run ``arguments`` (the operator's)."""
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if reason := native.missing(cuda=True):
-        raise Unsupported(reason)
-    if target.capability != CAPABILITY:
-        raise Unsupported(f"needs compute capability 9.0, not {target.capability}")
+    native.require_hopper(target)
     a, b, ends = (arguments[name] for name in ("a", "b", "ends"))
     if a.dtype == b.dtype == torch.float8_e5m2:
         raise Unsupported("the tensor core multiplies no E5M2 with E5M2")

@@ -36,10 +36,7 @@ _FIRST_CAPABILITY, _TOO_NEW = (9, 0), (11, 0)  # 12.x, desktop Blackwell, has no
 
 def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`norm_quantize` cannot run ``arguments`` (te::norm_quantize's)."""
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if reason := native.missing(cuda=True):
-        raise Unsupported(reason)
+    native.require(target)
     if target.capability is None or not _FIRST_CAPABILITY <= target.capability < _TOO_NEW:
         raise Unsupported(f"needs clusters and shared memory of compute capability 9 or 10, not {target.capability}")
     x, weight, bias, kind = (arguments[name] for name in ("x", "weight", "bias", "kind"))

@@ -18,10 +18,11 @@ import logging
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from te_compile.ops.host_copies import HostCopy, copied_to_host
 
 LOG = logging.getLogger("te_compile")
 WARNING = (
@@ -31,15 +32,7 @@ WARNING = (
 NUMBERS = 2  # that an exchange carries more
 
 
-@dataclass
-class _Answer:
-    """On its way from a device: ``total``, fp32 [] in pinned memory, is 0 where all ranks are the same."""
-
-    total: Tensor
-    ready: torch.cuda.Event
-
-
-_answers: dict[torch.device, _Answer] = {}
+_answers: dict[torch.device, HostCopy] = {}  # on their way, fp32 []: 0 where all ranks are the same
 _told = False
 
 
@@ -62,24 +55,17 @@ def look_at(agreed: Tensor) -> None:
     if _told or agreed.is_meta:
         return
     device = agreed.device
-    if device.type != "cuda":
-        _tell(agreed.sum())
+    answer = _answers.pop(device, None)
+    if answer is not None and not answer.arrived():
+        _answers[device] = answer  # one at a time: a device that lags behind is asked about some of the steps
         return
-    answer = _answers.get(device)
     if answer is not None:
-        if not answer.ready.query():
-            return  # one at a time: a device that lags behind is asked about some of the steps
-        _tell(answer.total)
-    _answers[device] = _answer(agreed)
-
-
-def _answer(agreed: Tensor) -> _Answer:
-    with torch.cuda.device(agreed.device):
-        total = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-        total.copy_(agreed.sum(), non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-    return _Answer(total, ready)
+        _tell(answer.numbers)
+    answer = copied_to_host(agreed.sum())
+    if answer.ready is None:
+        _tell(answer.numbers)
+    else:
+        _answers[device] = answer
 
 
 def _tell(total: Tensor) -> None:

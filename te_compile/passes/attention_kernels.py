@@ -210,12 +210,21 @@ def choose_attention_kernels(
     return chosen
 
 
-def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
-    """Is it an ordinary call of SDPA, in a graph that is rewritten?"""
+def is_ordinary(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
+    """Is it a call of SDPA in high precision, in a graph that is rewritten and in no function transform?
+
+    graphs: those that are rewritten, by identity, with the nodes of each that function transforms are around.
+    """
     node: Any = attention.node
-    if attention.status == "stays" or attention.precision == "fp8" or id(node.graph) not in graphs or has_sinks(node):
+    if attention.status == "stays" or attention.precision == "fp8" or has_sinks(node):
         return False
-    if node in graphs[id(node.graph)] or not is_plain(node) or is_cast(node):
+    return id(node.graph) in graphs and node not in graphs[id(node.graph)]
+
+
+def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
+    """Is it an ordinary one, whose arguments a direct call of a kernel could have?"""
+    node: Any = attention.node
+    if not is_ordinary(attention, graphs) or not is_plain(node) or is_cast(node):
         return False
     return is_faster_on(value_of(node).device)
 

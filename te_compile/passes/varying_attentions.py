@@ -3,7 +3,8 @@
 cuDNN builds a plan for each length that it has not met: tens of milliseconds of the host, forward and backward
 (``python -m benchmarks.new_lengths``). Where lengths are symbols when the graph is compiled, for batches are as long as
 what is in them or prompts as they come, that is another plan for each, and attention waits for all of them. Where
-PyTorch takes flash, there is no plan, and the kernel takes 1.6 times as long.
+PyTorch takes flash, there is no plan, and the kernel takes 1.6 times as long as the core's
+(``python -m benchmarks.window_attention``, its last row).
 
 The C++ core's kernels (kernels/native_attention.py) take any length as it comes, in about cuDNN's time. They run
 ``te::window_attention`` in a window that ends nowhere, or with the query itself. Where lengths are numbers they run
@@ -23,8 +24,13 @@ from te_compile.ops.native_implementations import CUDA
 from te_compile.ops.registry import Target
 from te_compile.ops.window_attention import EVERYTHING
 from te_compile.options import Options
-from te_compile.passes.attention_calls import has_sinks
-from te_compile.passes.attention_kernels import chooses_itself, takes_flash_first, takes_its_own_order
+from te_compile.passes.attention_kernels import (
+    chooses_itself,
+    is_ordinary,
+    is_plain,
+    takes_flash_first,
+    takes_its_own_order,
+)
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
@@ -66,9 +72,6 @@ def _is_left_to_pytorch(attention: Attention, graphs: dict[int, dict[Node, str]]
     """Is it an ordinary call of SDPA without a mask, in a graph that is rewritten, which these kernels would run
     faster?"""
     node: Any = attention.node
-    if attention.status == "stays" or attention.precision == "fp8" or attention.kernel or has_sinks(node):
+    if not is_ordinary(attention, graphs) or attention.kernel or not is_plain(node):
         return False
-    if id(node.graph) not in graphs or node in graphs[id(node.graph)] or argument(node, 3, "attn_mask") is not None:
-        return False
-    length = value_of(node).shape[-2]
-    return not isinstance(length, int) or takes_flash_first()
+    return not isinstance(value_of(node).shape[2], int) or takes_flash_first()

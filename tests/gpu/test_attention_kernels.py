@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_compile.kernels import native
-from te_compile.kernels.native_attention import CAPABILITY
 from te_compile.passes import manager
 from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, cosine
@@ -88,7 +87,7 @@ class SpelledOut(Attention):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-HAS_CORES = HAS_CUDNN and not native.missing(cuda=True) and torch.cuda.get_device_capability() == CAPABILITY
+HAS_CORES = HAS_CUDNN and not native.missing(cuda=True) and torch.cuda.get_device_capability() == native.HOPPER
 OURS = "attention::backward_kernel" if HAS_CORES else "_keys_kernel"  # of heads as wide as these
 
 

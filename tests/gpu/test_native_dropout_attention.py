@@ -15,14 +15,10 @@ from te_compile.kernels.native_dropout_attention import backward, forward
 from te_compile.ops.dropout_bits import dropout_bits_reference
 from tests.compiling import relative_error
 from tests.dropout_attention import Operands, Sizes, drawn, expected
+from tests.needs import HOPPER_CORE
 
 pytestmark = [
-    pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() != (9, 0)
-        or bool(native.missing(cuda=True)),
-        reason="needs a GPU of compute capability 9.0 and the C++ core with CUDA",
-    ),
+    HOPPER_CORE,
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 CLOSE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}

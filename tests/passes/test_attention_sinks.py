@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 import te_compile
 from te_compile.ops.sink_attention import SINK_ATTENTION
 from te_compile.ops.window_attention import WINDOW_ATTENTION
-from te_compile.passes import attention_kernels, step_cost
+from te_compile.passes import step_cost
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.move_row_masks import move_row_masks
@@ -27,19 +27,11 @@ from te_compile.passes.window_attentions import window_attentions
 from tests.capturing import captured
 from tests.compiling import relative_error
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "an_order_of_kernels_that_nobody_has_changed")
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 12, 8
 MINIMUM = torch.finfo(torch.float32).min
 Attention = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def an_order_of_kernels_that_nobody_has_changed() -> Iterator[None]:
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(attention_kernels._CUDNN_FIRST)
-    yield
-    torch._C._set_sdp_priority_order(before)
 
 
 def shares_of(scores: Tensor, sinks: Tensor) -> Tensor:

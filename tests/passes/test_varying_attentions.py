@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,15 @@ from tests.compiling import compiled, relative_error
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LENGTH, WIDTH = 24, 16
-OLD_CUDNN, NEW_CUDNN = attention_kernels._UNTOUCHED_ORDER, attention_kernels._CUDNN_FIRST
+OLD_CUDNN = attention_kernels._UNTOUCHED_ORDER
 
 
 @pytest.fixture(autouse=True)
-def an_order_of_kernels_that_nobody_has_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def a_cudnn_that_pytorch_may_hold_too_old(
+    monkeypatch: pytest.MonkeyPatch, an_order_of_kernels_that_nobody_has_changed: None
+) -> None:
     monkeypatch.setattr(attention_kernels, "cudnn_version", lambda: (9, 14, 0))
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(NEW_CUDNN)
-    yield
-    torch._C._set_sdp_priority_order(before)
 
 
 def packed(length: int = LENGTH, dynamic: bool = True) -> Tensor:

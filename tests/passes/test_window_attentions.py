@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_compile import backend
 from te_compile.inspect.attentions import AttentionRow
 from te_compile.ops.window_attention import WINDOW_ATTENTION
-from te_compile.passes import attention_kernels, manager, step_cost
+from te_compile.passes import manager, step_cost
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.fold_masks import fold_masks
@@ -27,18 +27,10 @@ from te_compile.passes.window_attentions import is_run_by_kernels, window_attent
 from tests.capturing import captured
 from tests.compiling import compiled, relative_error
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "an_order_of_kernels_that_nobody_has_changed")
 
 LENGTH = 24
 Runs = Callable[[Any, Any, Any], bool]
-
-
-@pytest.fixture(autouse=True)
-def an_order_of_kernels_that_nobody_has_changed() -> Iterator[None]:
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(attention_kernels._CUDNN_FIRST)
-    yield
-    torch._C._set_sdp_priority_order(before)
 
 
 def heads(count: int = 4, length: int = LENGTH, width: int = 16) -> Tensor:
