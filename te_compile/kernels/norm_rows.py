@@ -1,8 +1,20 @@
-"""A row norm and the quantize of its result where no transposed copy is wanted: inference, in one pass over x.
+"""A row norm and the quantize of its result where no transposed copy is wanted, as in inference: x is read once.
 
 Without qᵀ, which wants runs of many rows, a program can hold its rows whole: it reads them once, finds mean and
 variance of what it holds, and writes y and q. Bytes: 2·M·K read, M·K written; 101 MB and 24 µs for 8192 × 4096 at the
 4.27 TB/s of an H200. The variance is that of differences from the mean, in two steps, for the row is there.
+
+Where the scale may be missing (current scaling, or the first step of a delayed one) the same kernel runs before, finds
+the amax and writes nothing else; where there is a scale after all it ends at once. So a row's statistics are the same
+to the last bit whether the host knows yet that there is a scale or not. Current scaling needs both launches every time.
+Of longer rows, which fill a program, the three of kernels/norm.py are faster then; microseconds on an H200, 8192 rows,
+16384 of 1024 columns:
+
+    columns                                    1024   4096   5120   8192  16384
+    RMS norm, these two launches                 32     58     76    111    284
+    RMS norm, those three                        42     69     86    129    249
+    layer norm with a bias, these two            36     68     93    163    309
+    layer norm with a bias, those three          51     78     97    143    274
 
 Few warps of many elements are faster than many of few, for they meet to add up each row, and two tiles are faster than
 one that is half empty. RMS norms on an H200 in microseconds, 8192 rows, 16384 of 1024 columns:
@@ -32,9 +44,22 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.quantize import TRITON_DTYPES, fp8_codes, largest_of, magnitude, record_amax, rounded, scaled
+from te_compile.kernels.quantize import (
+    TRITON_DTYPES,
+    fp8_codes,
+    largest_of,
+    magnitude,
+    must_measure,
+    record_amax,
+    rounded,
+    rule_constants,
+    scale_in_use,
+    scaled,
+)
+from te_compile.recipe import ScaleRule
 
 LONGEST_ROW = 16384
+_LONGEST_MEASURED, _LONGEST_BIASED_MEASURED = 8192, 5120  # columns of rows that never have a scale
 _ELEMENTS = 4096  # of a program, if a row is no longer
 _PER_THREAD = 64
 _LONGEST_TILE_ALONE = 2048  # columns
@@ -93,7 +118,7 @@ def _write(
     Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
     E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
 ):  # fmt: skip
-    """Store y and q of one part; returns the bits of its largest magnitude."""
+    """Store y and q of one part, as far as wanted; returns the bits of its largest magnitude."""
     w, b = w.to(tl.float32) + OFFSET, b.to(tl.float32)
     z = normalised(value, mean, rstd, w, b, Y, ROUND, CENTRE, WEIGHT, BIAS)
     z = tl.where(inside, z, 0.0)
@@ -105,21 +130,18 @@ def _write(
     return largest_of(magnitude(z))
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
-def _rows_kernel(
-    x, weight, bias, scale, y, q, amax, scale_inv, means, rstds, rows, columns, stride_m, eps,
+@triton.jit
+def _rows(
+    x, weight, bias, used, y, q, means, rstds, row, rows, columns, stride_m, eps,
     Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
-    E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
+    E5M2: tl.constexpr, STATISTICS: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
+    COLUMNS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    # A row is COLUMNS and, if it is no power of two, REST more in a tile of its own.
-    used = tl.load(scale)
-    if tl.program_id(0) == 0:
-        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
-    row, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    """Norm and quantize these rows, and store what is wanted; returns the bits of their largest magnitude."""
+    k = tl.arange(0, COLUMNS)
     value, inside = _part(x, row, k, rows, columns, stride_m)
     length = columns * 1.0
-    mean = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((row.shape[0],), tl.float32)
     if not REST:
         w, b = _parameters(weight, bias, k, columns)
     if REST:
@@ -130,14 +152,16 @@ def _rows_kernel(
         if REST:
             mean += tl.sum(other, axis=1)
         mean = mean / length
-        tl.store(means + row, mean, mask=row < rows)
+        if STATISTICS:
+            tl.store(means + row, mean, mask=row < rows)
     apart = _apart(value, inside, mean, CENTRE)
     squares = tl.sum(apart * apart, axis=1)
     if REST:
         apart_other = _apart(other, inside_other, mean, CENTRE)
         squares += tl.sum(apart_other * apart_other, axis=1)
-    rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(squares / length + eps))
-    tl.store(rstds + row, rstd, mask=row < rows)
+    rstd = tl.div_rn(tl.full((row.shape[0],), 1.0, tl.float32), tl.sqrt_rn(squares / length + eps))
+    if STATISTICS:
+        tl.store(rstds + row, rstd, mask=row < rows)
     if REST:
         w, b = _parameters(weight, bias, k, columns)
     largest = _write(
@@ -151,7 +175,46 @@ def _rows_kernel(
             weight is not None, bias is not None, Y, ROUND, OFFSET, CENTRE, E5M2, EMIT, ROWWISE,
         )  # fmt: skip
         largest = tl.maximum(largest, largest_other)
-    record_amax(amax, largest)
+    return largest
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
+def _rows_kernel(
+    x, weight, bias, scale, y, q, amax, scale_inv, means, rstds, rows, columns, stride_m, eps,
+    Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    MEASURING: tl.constexpr, MEASURED: tl.constexpr,
+    TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr,
+    E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    # MEASURING: find the amax and nothing else. MEASURED: that has been done where there was no scale.
+    # A row is COLUMNS and, if it is no power of two, REST more in a tile of its own.
+    program = tl.program_id(0)
+    wanted = True
+    if MEASURING:
+        wanted = must_measure(scale)
+    if wanted:
+        used = 1.0
+        if not MEASURING:
+            used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
+            if program == 0:
+                tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), used))
+        if MEASURED and not MEASURING:
+            program = tl.num_programs(0) - 1 - program  # the L2 still holds what the launch before read last
+        row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        largest = _rows(
+            x, weight, bias, used, y, q, means, rstds, row, rows, columns, stride_m, eps,
+            Y, ROUND, OFFSET, CENTRE, E5M2, not MEASURING, EMIT and not MEASURING, ROWWISE and not MEASURING,
+            COLUMNS, REST,
+        )  # fmt: skip
+        record_amax(amax, largest)
+
+
+def takes(columns: int, biased: bool, has_scale: bool) -> bool:
+    """Is this the kernel for rows of this length? has_scale: a scale is given, though it may be 0."""
+    if has_scale:
+        return columns <= LONGEST_ROW
+    return columns <= (_LONGEST_BIASED_MEASURED if biased else _LONGEST_MEASURED)
 
 
 def _parts(columns: int) -> tuple[int, int]:
@@ -176,10 +239,12 @@ def norm_quantize_rows(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    scale: Tensor,
+    scale: Tensor | None,
     dtype: torch.dtype,
     rowwise: bool,
     emit: bool,
+    rule: ScaleRule,
+    measure: bool,
     y_dtype: torch.dtype,
     rounding: torch.dtype | None,
     offset: float,
@@ -187,8 +252,9 @@ def norm_quantize_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, q, amax, 1 / scale, mean and rstd of x: [M, K ≤ LONGEST_ROW], rows contiguous, M > 0, on the current device.
 
-    scale: known, not 0. rounding: what x · rstd is rounded to before the weight meets it; offset: what is added to the
-    weight; centred: does the mean go? mean and rstd are fp32 [M, 1]; what was not asked for has shape [0].
+    measure: the scale may be absent or 0. rounding: what x · rstd is rounded to before the weight meets it; offset:
+    what is added to the weight; centred: does the mean go? mean and rstd are fp32 [M, 1]; what was not asked for has
+    shape [0].
     """
     rows, columns = x.shape
     width, rest = _parts(columns)
@@ -199,12 +265,23 @@ def norm_quantize_rows(
         y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
         mean = buffers.empty(x, (rows, 1) if centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
+
+    target, epsilon, power_2 = rule_constants(rule, dtype)
+
+    def run(measuring: bool) -> None:
         launch(
             _rows_kernel, triton.cdiv(rows, height),
             x, weight, bias, scale, y, q.view(torch.uint8), amax, scale_inv, mean, rstd,
             rows, columns, x.stride(0), eps,
             Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
-            OFFSET=offset, CENTRE=centred, E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise,
+            OFFSET=offset, CENTRE=centred, MEASURING=measuring, MEASURED=measure,
+            TARGET=target, EPSILON=epsilon, POWER_2=power_2,
+            E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise,
             ROWS=height, COLUMNS=width, REST=rest, num_warps=max(1, height * width // (32 * _PER_THREAD)),
         )  # fmt: skip
+
+    with on_device_of(x):
+        if measure:
+            run(measuring=True)
+        run(measuring=False)
     return y, q, amax, scale_inv, mean, rstd

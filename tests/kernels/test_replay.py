@@ -252,7 +252,7 @@ def test_what_quantises_is_replayed_with_scales_and_without(
     for _ in range(4):
         launches.clear()
         replayed(*_quantizing(name), implementation="triton")
-    passes = (3 if name == "norm_quantize" else 2) if missing else 1
+    passes = 2 if missing else 1
     assert launches == ["replayed"] * passes
 
 
