@@ -26,6 +26,9 @@ constexpr int kDq = kStep * kWidth / 2;                 // numbers of one group'
 constexpr int kNumbers = kStep * 4;                     // bytes of a number, or a word of bits, of each query
 constexpr int kExtras = 6 * kNumbers;                   // sums, shifts, four rows of words
 constexpr int kBackwardBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kExtras) + 2 * kDs + 2 * kDq * 4 + 256;
+// Every thread that reads numbers says itself that they may be overwritten: one for its warp would do, as they have met
+// before, but racecheck follows no order from one thread by way of a second one to a third.
+constexpr int kReaders = 256;
 // Numbers of barriers among warps; those of ds are four, of a group and a parity.
 constexpr int kDsThere = 2, kGroupMeets = 6;
 
@@ -267,7 +270,7 @@ __global__ void __launch_bounds__(384, 1)
     barrier_make(keys_full, 1);
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_make(full + 8 * stage, 1);
-      barrier_make(empty + 8 * stage, 8);  // warps
+      barrier_make(empty + 8 * stage, kReaders);
     }
     barriers_made();
   }
@@ -352,7 +355,7 @@ __global__ void __launch_bounds__(384, 1)
     arrived(mine.scores);
     arrived(mine.dk);
     arrived(mine.dv);
-    if (count > 0 && mine.lane == 0) barrier_arrive(empty + 8 * (stage ^ 1));
+    if (count > 0) barrier_arrive(empty + 8 * (stage ^ 1));
     mine.weigh(columns, task.scale);
     const bool cut = Seen == Sight::kCausal
                          ? step < first + kKeys / kStep
