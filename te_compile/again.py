@@ -8,6 +8,9 @@ copies are those of that call. What is launched stays the same: the copies are c
 
 It is remembered where the copies are known (``home``), and forgotten with them: it must not keep alive what others have
 given up. Whoever looks for it holds no reference.
+
+A model that never trained has no scales and measures at each call. Such a call is remembered as well, with the states
+that lack one (``lacking``): as long as they do, its kernels are to be ready for that.
 """
 
 from __future__ import annotations
@@ -28,12 +31,16 @@ MOST_TRIES = 16  # calls remembered in a row of which none was met again, after 
 class Again:
     """What a call found: its states, and what checks the copies of its weights and hands them out."""
 
-    __slots__ = ("__weakref__", "copies", "states", "unchanged")
+    __slots__ = ("__weakref__", "copies", "lacking", "states", "unchanged")
 
     def __init__(
-        self, unchanged: Callable[[Any], bool], states: Sequence[Tensor], copies: Callable[[], Sequence[Tensor]]
+        self,
+        unchanged: Callable[[Any], bool],
+        states: Sequence[Tensor],
+        copies: Callable[[], Sequence[Tensor]],
+        lacking: Sequence[int] = (),
     ) -> None:
-        self.unchanged, self.states, self.copies = unchanged, tuple(states), copies
+        self.unchanged, self.states, self.copies, self.lacking = unchanged, tuple(states), copies, tuple(lacking)
 
 
 class Memory:
@@ -68,12 +75,14 @@ class Memory:
         home: dict[int, Again],
         counter: dict[str, int],
         is_still_so: Callable[[], bool],
+        lacking: Sequence[int] = (),
     ) -> None:
         """Remember this call, whose copies ``copies`` checks and returns.
 
         home: where, by the identity of the memory. counter: the entry "steps" of it is a number that must stay the
         same. is_still_so: are ``states`` and ``copies`` those of such a call? Asked once it is known what must not
-        change from then on, for another thread may have changed it.
+        change from then on, for another thread may have changed it. lacking: numbers of states, one of which has no
+        scale yet (te_compile/state.py).
         """
         home.pop(id(self), None)  # what the last one held is free
         plays = player.core()
@@ -82,9 +91,10 @@ class Memory:
             return
         self.tries += 1
         numbers = [(state._version, "now"), (counter, "steps")]
-        unchanged = plays.unchanged(player.questions(), args, self.positions, numbers, weights[0].get_device())
+        questions = player.questions(makes_memory=False)
+        unchanged = plays.unchanged(questions, args, self.positions, numbers, weights[0].get_device())
         if is_still_so():
-            again = home[id(self)] = Again(unchanged, states, copies)
+            again = home[id(self)] = Again(unchanged, states, copies, lacking)
             self.known[id(weights[0])] = weakref.ref(again)
 
 

@@ -187,8 +187,7 @@ class Runner:
             CopiesOfGroup(group, [given.index(weight) for weight in group.weights], replays_cuda_graphs)
             for group in signature.groups
         ]
-        # Views of flat parameters are others each time, and what CUDA graphs read is made anew in place.
-        remembers = len(self.copies) == 1 and not self.some_are_flat and not replays_cuda_graphs
+        remembers = len(self.copies) == 1 and not self.some_are_flat  # views of flat parameters are others each time
         every = dict.fromkeys([*self.copies[0].positions, *self.positions]) if remembers else ()
         self.memory = Memory(list(every)) if remembers else None
 
@@ -196,8 +195,13 @@ class Runner:
         """Run the graph on the arguments that Dynamo passes."""
         again = None if self.memory is None else self.memory.of(args)
         if again is not None and not (self.signature.slots and checkpoints() is not None):
-            self._settle(again.states)
-            return self.head_start(again.states, again.copies, args)
+            if not again.lacking:
+                self._settle(again.states)
+                return self.head_start(again.states, again.copies, args)
+            state.poll()
+            if state.lack_scales(again.lacking):
+                with calibration.expected():
+                    return self.head_start(again.states, again.copies, args)
         states = self._states(args) if self.positions else _States()
         if states.lack_scales() or first_steps.is_on(states.forward):
             return self._without_all_scales(states, args)
@@ -228,7 +232,7 @@ class Runner:
         if not in_first_step:
             return self.head_start(states, lambda: self._copies(args, states), args)
         with self._counted(states, in_first_step):
-            return self.head_start(states, lambda: self._copies(args, states), args)
+            return self.head_start(states, lambda: self._copies(args, states, in_first_step), args)
 
     def _counted(self, states: Sequence[Tensor], in_first_step: Sequence[int]) -> AbstractContextManager[None]:
         """Around a call that reads ``states`` and repeats no other one."""
@@ -263,12 +267,15 @@ class Runner:
             copies = first.copies if first.runner is self else self._copies(args, states)
             return self.compiled(*states, *copies, *args)
 
-    def _copies(self, args: tuple[Any, ...], states: list[Tensor]) -> list[Tensor]:
-        """The FP8 copies of weights that the graph takes."""
+    def _copies(self, args: tuple[Any, ...], states: list[Tensor], lacking: Sequence[int] = ()) -> list[Tensor]:
+        """The FP8 copies of weights that the graph takes. lacking: the numbers of the forward states, if one of these
+        may have no scale."""
         forward = states[: len(self.positions)]
         found = [each for copies in self.copies for each in copies.inputs(args, forward)]
-        if self.memory is not None and not calibration.pending():
-            self.copies[0].remember(self.memory, args, states, lambda: self._are_found(args, states))
+        measures = bool(lacking) and not self.signature.training
+        if self.memory is not None and (measures or not calibration.pending()):
+            are_found = partial(self._are_found, args, states)
+            self.copies[0].remember(self.memory, args, states, are_found, lacking if measures else ())
         return found
 
     def _are_found(self, args: tuple[Any, ...], states: list[Tensor]) -> bool:

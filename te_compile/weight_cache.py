@@ -99,7 +99,8 @@ class _Kept:
             self.trainings, self.unfinished = trainings, False
 
     def repeated(self, amaxes: bool) -> Callable[[], list[Tensor]] | None:
-        """What does as :meth:`refresh` does as long as no scale is missing and returns what the graph takes.
+        """What does as :meth:`refresh` does as long as no scale is missing, or for copies that last in any case, and
+        returns what the graph takes.
 
         None if nothing does so faster, or if that may change.
         """
@@ -182,13 +183,20 @@ class CopiesOfGroup:
         return kept.inputs
 
     def remember(
-        self, memory: Memory, args: tuple[Any, ...], states: Sequence[Tensor], are_found: Callable[[], bool]
+        self,
+        memory: Memory,
+        args: tuple[Any, ...],
+        states: Sequence[Tensor],
+        are_found: Callable[[], bool],
+        lacking: Sequence[int] = (),
     ) -> None:
         """Have ``memory`` remember this call, if its copies have been used as they were more than once.
 
         states: what :meth:`inputs` got first, and whatever else the graph takes before its copies. are_found: would a
-        call find these states now?
+        call find these states now? lacking: the states' numbers, if one has no scale yet.
         """
+        if lacking and not self.group.layout.lasting:
+            return  # what is launched for copies that do not last is another thing once scales are known
         weights = [args[position] for position in self.positions]
         record = self.records.get(id(weights[0]))
         kept = None if record is None else record.known[1]
@@ -201,7 +209,7 @@ class CopiesOfGroup:
         def is_still_so() -> bool:
             return record.kept_for(self._key(record, weights, states)) is kept and are_found()
 
-        memory.remember(args, states, copies, record.calls, record.counter, is_still_so)
+        memory.remember(args, states, copies, record.calls, record.counter, is_still_so, lacking)
 
     # --- looking up ---
 
@@ -268,6 +276,7 @@ class CopiesOfGroup:
             kept.refresh(weights, self.gives_amaxes, force=True)
         for output in kept.outputs:
             torch.autograd.graph.increment_version(output)
+        kept.uses = 0
         record.known = key, kept
         return kept.inputs
 

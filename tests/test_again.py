@@ -59,7 +59,7 @@ def met(monkeypatch: pytest.MonkeyPatch, nothing_waits: None) -> Met:
     monkeypatch.setattr(
         player,
         "questions",
-        lambda: {**questions, "flags": list(ON_NO_GPU["flags"]), "runtime": (vars(triton.knobs), "runtime")},
+        lambda **_: {**questions, "flags": list(ON_NO_GPU["flags"]), "runtime": (vars(triton.knobs), "runtime")},
     )
     monkeypatch.setattr(player, "core", native.module)
     check = ReferenceRefresher.__call__
@@ -130,10 +130,40 @@ def test_a_model_that_never_gets_its_scales_has_no_other_forgotten(met: Met) -> 
     with torch.no_grad():
         for _ in range(CALLS):
             other(x)
-        assert scales_are_missing() and met.since() == 0, "such a model is not remembered"
+        assert scales_are_missing()
+        met.since()
         for _ in range(CALLS):
             fast(x)
     assert met.since() == CALLS - 1, "all but the first, after a state was new"
+
+
+def test_a_model_that_never_trained_is_met_again_measures_each_time_and_learns_that_it_has_scales(met: Met) -> None:
+    model = Chain()
+    fast, plain = compiled(model), compiled(model, cache_weights=False)
+    with torch.no_grad():
+        for at in range(2 * CALLS):
+            x = 2.0**at * data()
+            assert torch.equal(fast(x), plain(x))
+        assert scales_are_missing() and met.since() > 0
+        for change in ("an edit of .data", "an edit in place"):
+            CHANGES[change](model)
+            for _ in range(CALLS):
+                x = data()
+                assert torch.equal(fast(x), plain(x))
+            assert met.since() > 0
+    settled(model, plain, data())
+    with torch.no_grad():
+        large = 16 * data()  # which the scales that there are now cut off
+        met.since()
+        assert all(torch.equal(fast(large), plain(large)) for _ in range(CALLS)) and met.since() > 0
+
+
+def test_a_call_of_a_backward_that_lacks_its_scales_is_not_remembered(met: Met) -> None:
+    model = Chain()
+    fast, x = compiled(model), data()
+    for _ in range(CALLS):
+        fast(x)
+    assert scales_are_missing() and met.since() == 0
 
 
 def test_micro_batches_give_the_same_bits_and_are_met_again(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +327,7 @@ def test_a_call_that_is_captured_is_not_remembered_for_its_stream(met: Met, monk
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now["stream"], raising=False)
     questions = player.questions()
     questions |= {"is_capturing": lambda: now["capturing"], "stream_of": lambda device: now["stream"]}
-    monkeypatch.setattr(player, "questions", lambda: {**questions, "flags": list(questions["flags"])})
+    monkeypatch.setattr(player, "questions", lambda **_: {**questions, "flags": list(questions["flags"])})
     model, x = Chain(), data()
     fast = compiled(model)
     settled(model, fast, x)

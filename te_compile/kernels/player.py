@@ -125,8 +125,12 @@ def _launch(step: Step) -> tuple[Any, ...] | None:
 # --- a place in generated code ----------------------------------------------------------------------------------------
 
 
-def questions() -> dict[str, Any]:
-    """What the core asks at each call, whoever it asks: see ``Questions`` in csrc/python/place.cpp."""
+def questions(makes_memory: bool = True) -> dict[str, Any]:
+    """What the core asks at each call, whoever it asks: see ``Questions`` in csrc/python/place.cpp.
+
+    makes_memory: is memory made as well, which is played in the ways that buffers has where nobody uses CUDA graphs?
+    """
+    ways = [(buffers._lending, "stopped"), (vars(buffers), "_lent")] if makes_memory else []
     return {
         "tensor_type": Tensor,
         "profiler_enabled": torch._C._autograd._profiler_enabled,
@@ -134,7 +138,7 @@ def questions() -> dict[str, Any]:
         "current_device": torch._C._cuda_getDevice,
         "is_capturing": torch._C._cuda_isCurrentStreamCapturing,
         "stream_of": torch._C._cuda_getCurrentRawStream,
-        "flags": [(buffers._lending, "stopped"), (vars(buffers), "_lent"), (lookers, "count")],
+        "flags": [*ways, (lookers, "count")],
         "closed": [torch._C._get_deterministic_algorithms],
         "pending": (vars(calibration), "_waiting"),
         "runtime": (vars(triton.knobs), "runtime"),

@@ -6,8 +6,9 @@ of them waits, so all linears of a graph are weighed together:
     device = products + what stands around them + attention          host = a step's price + each linear's price
 
 Linears are let go from the one that gains least on the device, as long as the estimate of the whole step falls. Under
-CUDA graphs the host launches nothing, and nothing is let go here. Whether the GPU waits also decides if a faster kernel
-for attention is worth choosing.
+CUDA graphs the host launches nothing and only the device counts: a step of few tokens, as in decoding, gains if FP8
+saves more on its products than looking after the copies of weights takes. Whether the GPU waits also decides if a
+faster kernel for attention is worth choosing.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ def _changed(step: Step, linears: int, saved: float, training: bool) -> Step:
     if not linears:
         return step
     before, after = speed.host_costs(training)
+    looking = 0.0 if training else speed.KEPT_COPIES_MICROSECONDS
     # A host that is spared something is no gain to count on: the costs are those of layers whose scales are known, and
     # of one kind of layer. A decoding step of Llama, all launches, would gain by them, and takes longer in FP8.
     more = max(0.0, after.step - before.step) + linears * max(0.0, after.linear - before.linear)
-    return Step(step.device - saved, step.host + more)
+    return Step(step.device - saved + looking, step.host + more)
 
 
 def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[list[Site], str]:
@@ -125,7 +127,8 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
 
     Those that gain the same, as in a stack of equal layers, stay together.
     """
-    if not plan.selected or replays_cuda_graphs(options):
+    replays = replays_cuda_graphs(options)
+    if not plan.selected or (replays and training):
         return [], ""
 
     gains = [(device_gain(site, training), site) for site in plan.selected]
@@ -135,8 +138,10 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
     linears, saved = [0, *accumulate(map(_products_of, ordered))], [0.0, *accumulate(gain for gain, _ in gains)]
     as_it_is = high_precision_step(plan, training)
     steps = {count: _changed(as_it_is, linears[count], saved[count], training) for count in counts}
+    if replays:
+        steps = {count: Step(step.device, 0.0) for count, step in steps.items()}
     best = min(counts, key=lambda count: (steps[count].time, -count))
-    if steps[best].time > (1 - speed.LEAST_GAIN) * as_it_is.time:
+    if steps[best].time > (1 - speed.LEAST_GAIN) * steps[0].time:
         best = 0
     return ordered[best:], _reason(steps[len(ordered)], steps[best])
 
@@ -146,6 +151,5 @@ def _reason(asked: Step, chosen: Step) -> str:
     by_host = asked.host >= asked.device
     bound = "the host" if by_host else "the GPU"
     times = f"with every eligible linear in FP8 {bound} would need about {asked.time:.0f} µs a step"
-    # Under CUDA graphs the host launches nothing, and this rule does not speak.
     spared = "mode='reduce-overhead' (CUDA graphs) spares the host, " if by_host else ""
     return f"too small to gain: {times}, against {chosen.time:.0f} µs like this; {spared}cost_model=False forces it"

@@ -48,7 +48,7 @@ SIZES = {
     "16 wide": Sizes(2, 301, 301, 4, 4, 16),
     "more keys": Sizes(2, 200, 777, 8, 2, 128),
     "fewer keys": Sizes(2, 777, 200, 8, 2, 64),
-    "one query": Sizes(4, 1, 513, 8, 2, 128),
+    "one query": Sizes(64, 1, 513, 8, 2, 128),  # of so many that one weight between two codes is no share of them
     "many heads": Sizes(9000, 16, 16, 8, 2, 64),  # more than a grid's second dimension holds
 }
 SQUARE = [name for name, sizes in SIZES.items() if sizes.queries == sizes.keys]

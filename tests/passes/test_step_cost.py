@@ -83,6 +83,15 @@ def test_under_cuda_graphs_the_host_launches_nothing(options: dict[str, Any]) ->
     assert kept(plan) and not kept(plan, **options)
 
 
+def test_a_replayed_decoding_step_gains_by_what_its_weights_are_more_than_looking_after_their_copies_takes() -> None:
+    small, large = layer(8, 1600, copies=8), layer(8, 8192, copies=8)
+    options = {"mode": "reduce-overhead"}
+    assert len(kept(large, training=False)) == 0 and not kept(large, training=False, **options)
+    assert len(kept(small, training=False, **options)) == 32
+    _, reason = too_dear_to_launch(small, Options.resolve(options), False)
+    assert "the GPU would need about" in reason and "reduce-overhead" not in reason
+
+
 def test_more_tokens_never_take_a_linear_out_of_fp8() -> None:
     counts = [len(kept(layer(tokens, 2048))) for tokens in (1024, 2048, 4096, 8192, 16384, 32768)]
     assert counts == sorted(counts, reverse=True) and counts[0] == 4 and counts[-1] == 0
@@ -109,7 +118,7 @@ def test_a_host_that_is_spared_something_is_no_gain(monkeypatch: pytest.MonkeyPa
     """A decoding step is all launches; one of many tokens gains on the device, whatever the host's part in it."""
     monkeypatch.setattr(speed, "HIGH_PRECISION_INFERENCE", HostCost(100, 50))
     monkeypatch.setattr(speed, "FP8_INFERENCE", HostCost(90, 20))
-    decoding, prefill = layer(8, 2048, copies=4), layer(8192, 2048, copies=4)
+    decoding, prefill = layer(8, 4096, copies=4), layer(8192, 2048, copies=4)
     assert len(kept(decoding, training=False)) == 16 and kept(prefill, training=False) == []
     as_it_is = high_precision_step(decoding, False)
     in_fp8 = with_fp8(as_it_is, decoding.sites, False)
