@@ -45,12 +45,13 @@ def _sources(producer: Node) -> list[Node]:
 
 def _move_behind(activation: Node, remade: Node) -> bool:
     """Put ``remade`` and the one product that reads it behind the results of ``activation``, if nobody minds."""
-    item, product = next(iter(remade.users)), next(reader for item in remade.users for reader in item.users)
+    items, readers = list(remade.users), {reader for item in remade.users for reader in item.users}
+    product = min(readers)
     place = max([activation, *activation.users])
-    is_private = len(remade.users) == len(item.users) == 1 and is_te(product, "gemm")
+    is_private = len(readers) == 1 and is_te(product, "gemm")
     if not is_private or product > place or any(user < place for user in product.users):
         return False
-    for node in (product, item, remade):
+    for node in (product, *items, remade):
         place.append(node)
     for codes in _codes_of_gradients(product, remade):
         if _can_be_made_again(codes, place):

@@ -4,7 +4,9 @@ The gradient of a weight reads its input transposed, so a producer writes both l
 pass: one byte for each element of each linear's input. Most of these inputs are computed from tensors that wait there
 as well: GELU's and a gate's from what their own backward reads, a norm's result from the norm's input, attention's
 output from itself. For such a producer, qᵀ is dropped from the forward pass and made where it is read, by the same
-operator from the same tensors with the scale of the same snapshot, which gives the same bits. It costs a second read.
+operator from the same tensors with the scale of the same snapshot. It costs a second read. Which kernel runs may depend
+on the layouts that are wanted, and one that adds up a norm's rows in another order may find another amax: so the codes
+are read by the multiplier that was made with them.
 
 Where a tensor would have to be kept for this alone, qᵀ is the smaller thing to keep, and stays; in a region that is
 recomputed as a whole nothing is kept to begin with.
@@ -26,6 +28,7 @@ from te_compile.passes.prune_outputs import layouts_of
 from te_compile.passes.views import is_view
 
 _PRODUCERS = ("quantize", "norm_quantize", "fused_quantize")
+_TO_SCALE_INV = 2  # from where qᵀ is among a producer's results
 
 
 def remake_transposed(graph: Graph) -> int:
@@ -86,7 +89,12 @@ def remake(producer: Node) -> None:
     assert callable(producer.target)
     with producer.graph.inserting_before(first):
         again = call_like(producer.target, ordered_arguments(producer, **changes), first)
-        new = call_like(operator.getitem, (again, index), first)
+        new, scale_inv = (call_like(operator.getitem, (again, at), first) for at in (index, index + _TO_SCALE_INV))
     for qt in transposed:
+        for reader in list(qt.users):
+            for before in result(producer, index + _TO_SCALE_INV):
+                reader.replace_input_with(before, scale_inv)
         qt.replace_all_uses_with(new)
         producer.graph.erase_node(qt)
+    if not scale_inv.users:
+        producer.graph.erase_node(scale_inv)

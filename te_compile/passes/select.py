@@ -9,7 +9,7 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from te_compile.passes.captured_nodes import argument, called, size_hint, value_
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
-from te_compile.passes.step_cost import too_dear_to_launch, weights_of
+from te_compile.passes.step_cost import device_gain, price_of_input, too_dear_to_launch, weights_of
 from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_given
 
 Verdict = tuple[Cause, str] | None
@@ -249,21 +249,44 @@ def by_device(site: Site, options: Options) -> Verdict:
     return None
 
 
-def by_cost(site: Site, options: Options) -> Verdict:
-    """On a GPU, a linear that FP8 would make slower; off on a CPU, where FP8 is about meaning and never about speed."""
-    value = value_of(site.x)
-    if not options.cost_model or value.device.type != "cuda":
-        return None
+def by_cost(sites: Sequence[Site], options: Options) -> Iterator[tuple[Site, str]]:
+    """On a GPU, those of ``sites`` that FP8 would make slower, and why; off on a CPU, where FP8 is about meaning and
+    never about speed.
+
+    Linears that read one input share its FP8 copy: together they gain if what they save is more than that takes. What
+    then pays for it is the one that saves most (``shares_input`` of the others).
+    """
+    if not options.cost_model:
+        return
     training = torch.is_grad_enabled()
+    for readers in _by_input(site for site in sites if value_of(site.x).device.type == "cuda"):
+        saved = [device_gain(site, training, shares_input=True) for site in readers]
+        gain = sum(each for each in saved if each > 0) >= price_of_input(readers[0], training)
+        payer = saved.index(max(saved))
+        for at, site in enumerate(readers):
+            goes = gain and saved[at] > 0
+            site.shares_input = goes and at != payer
+            if not goes:
+                yield site, _too_small(site, training, shares_input=gain)
+
+
+def _by_input(sites: Iterable[Site]) -> Iterator[list[Site]]:
+    """Linears that read one input as it is; what is spelled out as products first is by itself."""
+    readers: dict[int, list[Site]] = {}
+    for site in sites:
+        readers.setdefault(id(site) if site.spell or site.linears > 1 else id(site.x), []).append(site)
+    return iter(readers.values())
+
+
+def _too_small(site: Site, training: bool, *, shares_input: bool) -> str:
     in_fp8 = fp8_microseconds(
-        site.tokens, *site.features, padding=site.padding, training=training, weights=weights_of(site)
-    )
+        site.tokens, *site.features,
+        padding=site.padding, training=training, weights=weights_of(site), shares_input=shares_input,
+    )  # fmt: skip
     as_it_is = high_precision_microseconds(site.tokens, *site.features, training=training)
-    if in_fp8 <= as_it_is:
-        return None
     shape = f"{site.tokens}×{site.features[0]}×{site.features[1]}"
     times = f"{shape} would take about {in_fp8:.0f} µs in FP8 against {as_it_is:.0f} µs"
-    return Cause.RULE, f"too small to gain: {times}; cost_model=False forces it"
+    return f"too small to gain: {times}; cost_model=False forces it"
 
 
 _TABLES = WeakIdKeyDictionary()
@@ -278,8 +301,8 @@ def embedding_tables(plan: Plan) -> set[Node | None]:
     return {node for node, parameter in plan.parameters.items() if parameter in _TABLES}
 
 
-RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device, by_cost)
-"""Asked in this order: what the user said first, support before speed."""
+RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
+"""Asked in this order, before what each would gain: what the user said first, support before speed."""
 
 _WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)
 """Rules that would keep a linear in high precision even if te_fp8 supported it."""
@@ -296,6 +319,8 @@ def select_linears(plan: Plan, options: Options) -> int:
             if verdict is not None:
                 site.cause, site.reason = verdict
                 break
+    for site, reason in by_cost(plan.selected, options):
+        site.keep(Cause.RULE, reason)
     _one_device(plan)
     if options.cost_model and any(value_of(site.x).device.type == "cuda" for site in plan.selected):
         _only_what_the_step_gains_from(plan, options)

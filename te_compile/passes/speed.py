@@ -81,27 +81,38 @@ def fp8_microseconds(
     padding: tuple[int, int] = (0, 0),
     training: bool,
     weights: int = 1,
+    shares_input: bool = False,
 ) -> float:
     """The same in FP8, with what making the FP8 copies takes.
 
     padding: the (in, out) features that are added for FP8. weights: how many there are, each for some of the tokens.
+    shares_input: without making that of the input (:func:`input_microseconds`).
     """
     more_in, more_out = padding
     rows, columns = in_features + more_in, out_features + more_out
-    # Each operand is read once in 16 bit and written once (inference) or twice (both layouts) in FP8. In inference the
-    # copies of weights are kept from call to call.
-    copies = 2 if training else 1
-    elements = tokens * rows + (weights * rows * columns + tokens * columns if training else 0)
-    # In a model that never trained, or with current scaling, x is measured before it is cast.
-    launches = 3 if training else 2
-    # A padded activation or a result cut to size is written once more, by a kernel that does what stands around it too;
-    # and its gradient. The padded weight, and its gradient, are copied by kernels of their own.
-    passes = 2 if training else 1
-    written = 2 * tokens * ((in_features if more_in else 0) + (out_features if more_out else 0))
-    copied = 4 * weights * in_features * out_features if training and (more_in or more_out) else 0
-    quantizing = (elements * (2 + copies) + passes * (written + copied)) / BYTES_PER_MICROSECOND
+    # Each operand is read once in 16 bit and written twice (both layouts) in FP8. In inference the copies of weights
+    # are kept from call to call.
+    elements = weights * rows * columns + tokens * columns if training else 0
+    launches = 2 if training else 0
+    # A result cut to size is written once more, by a kernel that does what stands around it too; and its gradient. The
+    # padded weight, and its gradient, are copied by kernels of their own.
+    written = (2 if training else 1) * 2 * tokens * (out_features if more_out else 0)
+    copied = 2 * 4 * weights * in_features * out_features if training and (more_in or more_out) else 0
+    quantizing = (elements * 4 + written + copied) / BYTES_PER_MICROSECOND
     products = _products(tokens, rows, columns, FP8_FLOPS_PER_MICROSECOND, 1.0, training)
-    return products + quantizing + launches * LAUNCH_MICROSECONDS
+    of_input = 0.0 if shares_input else input_microseconds(tokens, in_features, padding=more_in, training=training)
+    return products + quantizing + launches * LAUNCH_MICROSECONDS + of_input
+
+
+def input_microseconds(tokens: int, in_features: int, *, padding: int = 0, training: bool) -> float:
+    """What the FP8 copy of an input costs, which all linears that read it share. padding: features added for FP8."""
+    # Written once (inference) or twice (both layouts). In a model that never trained, or with current scaling, it is
+    # measured before; those launches are counted where a step may be so short that they show.
+    copies, launches = (2, 1) if training else (1, 2)
+    # What is padded is written once more, by a kernel that does what stands around it too; and so is its gradient.
+    written = (2 if training else 1) * 2 * tokens * (in_features if padding else 0)
+    bytes_moved = tokens * (in_features + padding) * (2 + copies) + written
+    return bytes_moved / BYTES_PER_MICROSECOND + launches * LAUNCH_MICROSECONDS
 
 
 def gain_microseconds(
@@ -112,9 +123,13 @@ def gain_microseconds(
     padding: tuple[int, int] = (0, 0),
     training: bool,
     weights: int = 1,
+    shares_input: bool = False,
 ) -> float:
     """Device time that FP8 saves on one linear; negative if it loses. Arguments are those of fp8_microseconds."""
-    in_fp8 = fp8_microseconds(tokens, in_features, out_features, padding=padding, training=training, weights=weights)
+    in_fp8 = fp8_microseconds(
+        tokens, in_features, out_features,
+        padding=padding, training=training, weights=weights, shares_input=shares_input,
+    )  # fmt: skip
     return high_precision_microseconds(tokens, in_features, out_features, training=training) - in_fp8
 
 

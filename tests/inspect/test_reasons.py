@@ -299,7 +299,8 @@ def fake_site(x: str = "cuda", weight: str | None = None) -> Site:
         node.meta["example_value"] = value
         nodes.append(node)
     return cast(Site, SimpleNamespace(
-        x=nodes[0], weight=nodes[1], tokens=16, features=(64, 64), padding=(0, 0), linears=1, ends=None
+        x=nodes[0], weight=nodes[1], tokens=16, features=(64, 64), padding=(0, 0), linears=1, ends=None,
+        spell=None,
     ))  # fmt: skip
 
 
@@ -308,12 +309,12 @@ def test_what_devices_decide_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     verdicts = [
         select.by_device(fake_site("xpu"), Options()),
         select.by_device(fake_site("cuda:0", "cuda:1"), Options()),
-        select.by_cost(fake_site(), Options()),
     ]
     monkeypatch.setattr(select.Target, "of", lambda device: old)
     verdicts.append(select.by_device(fake_site(), Options()))
     reasons = [verdict[1] for verdict in verdicts if verdict is not None]
-    assert len(reasons) == len(verdicts) and not any(map(faults, reasons)), reasons
+    reasons += [reason for _, reason in select.by_cost([fake_site()], Options())]
+    assert len(reasons) == len(verdicts) + 1 and not any(map(faults, reasons)), reasons
 
 
 @pytest.mark.parametrize(("device", "host"), [(100.0, 400.0), (400.0, 100.0)], ids=["host", "device"])

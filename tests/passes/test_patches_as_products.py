@@ -202,10 +202,9 @@ def test_the_row_keeps_its_reason_with_a_note() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_what_the_cost_model_says_is_known_and_has_room_for_the_note(scale: float) -> None:
-    verdict = select.by_cost(fake_site(), select.Options())
-    assert verdict is not None
+    ((_, reason),) = select.by_cost([fake_site()], select.Options())
     steps = [(scale * 234.0, scale * 345.0), (scale * 345.0, scale * 234.0)]
-    reasons = [verdict[1], *(step_cost._reason(step_cost.Step(*each), step_cost.Step(50.0, 60.0)) for each in steps)]
+    reasons = [reason, *(step_cost._reason(step_cost.Step(*each), step_cost.Step(50.0, 60.0)) for each in steps)]
     for reason in reasons:
         count, _, plan = passed(Embedding(patches_of_two()), image(), reason=reason)
         assert count == 1 and not faults(plan.sites[0].reason)

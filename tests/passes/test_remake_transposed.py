@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from te_compile.passes import manager
-from te_compile.passes.arguments import arguments_of
+from te_compile.passes.arguments import arguments_of, result
 from te_compile.passes.manager import Compilation
-from te_compile.passes.prune_outputs import PRODUCERS
+from te_compile.passes.prune_outputs import PRODUCERS, layouts_of
 from tests.compiling import compiled, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -60,6 +60,28 @@ def test_an_activation_is_quantised_again_from_what_its_backward_reads(activatio
     assert first is not again and arguments_of(first)["rowwise"] and not arguments_of(first)["columnwise"]
     assert [arguments_of(each)["spec"] for each in (first, again)].count(arguments_of(again)["spec"]) == 2
     assert arguments_of(first)["scale"] is arguments_of(again)["scale"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("between", [F.gelu, lambda x: x + F.scaled_dot_product_attention(x, x, x)])
+def test_codes_are_read_by_the_multiplier_that_was_made_with_them(
+    between: Callable[[Tensor], Tensor], recipe: str
+) -> None:
+    """Two kernels may find two amaxes, where they add up in another order."""
+
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        return parts["b"](between(parts["a"](parts["norm"](x.sin()))))
+
+    record = of(run, torch.randn(2, 24, 32), recipe=recipe)
+    remade = made_again(record)
+    assert remade
+    for again in remade:
+        index = layouts_of(again)["columnwise"]
+        (qt,) = result(again, index)
+        (product,) = qt.users
+        given = arguments_of(product)
+        (multiplier,) = [given[f"{name}_scale_inv"] for name in "ab" if given[name] is qt]
+        assert multiplier.args[0] is again and multiplier.args[1] == index + 2
 
 
 def test_a_norm_is_quantised_again_from_its_input() -> None:

@@ -354,7 +354,7 @@ def fake_site(x_device: str, weight_device: str | None = None, tokens: int = 819
 
     return SimpleNamespace(
         x=node(x_device, tokens, 64), weight=node(weight_device or x_device, 64, 64), tokens=tokens, features=(64, 64),
-        padding=(0, 0), linears=1, ends=None,
+        padding=(0, 0), linears=1, ends=None, spell=None,
     )  # fmt: skip
 
 
@@ -391,13 +391,43 @@ def test_operands_on_two_devices_are_left_alone() -> None:
 
 def test_a_small_linear_on_a_gpu_is_left_alone_unless_forced() -> None:
     small = fake_site("cuda", tokens=16)
-    cause, reason = select.by_cost(small, Options())
-    assert cause is Cause.RULE and "16×64×64" in reason and "cost_model=False" in reason
-    assert select.by_cost(small, Options(cost_model=False)) is None
+    ((site, reason),) = select.by_cost([small], Options())
+    assert site is small and "16×64×64" in reason and "cost_model=False" in reason
+    assert not list(select.by_cost([small], Options(cost_model=False)))
 
 
 def test_the_cost_model_is_off_on_a_cpu() -> None:
-    assert select.by_cost(fake_site("cpu", tokens=16), Options()) is None
+    assert not list(select.by_cost([fake_site("cpu", tokens=16)], Options()))
+
+
+def readers_of_one_input(tokens: int, *features: tuple[int, int], apart: bool = False) -> list[Any]:
+    """Linears on a GPU that read the same x; ``apart``: each its own."""
+    sites = [fake_site("cuda", tokens=tokens) for _ in features]
+    for site, size in zip(sites, features, strict=True):
+        site.features, site.x = size, site.x if apart else sites[0].x
+    return sites
+
+
+def goes_to_fp8(sites: list[Any]) -> list[bool]:
+    kept = {id(site) for site, _ in select.by_cost(sites, Options())}
+    return [id(site) not in kept for site in sites]
+
+
+def test_linears_that_read_one_input_share_what_its_fp8_copy_costs() -> None:
+    projections = (4096, 4096), (4096, 1024), (4096, 1024)
+    assert goes_to_fp8(readers_of_one_input(1024, *projections, apart=True)) == [True, False, False]
+    sites = readers_of_one_input(1024, *projections)
+    assert goes_to_fp8(sites) == [True] * 3 and [site.shares_input for site in sites] == [False, True, True]
+    with torch.no_grad():  # a decoding step, where none would gain by itself
+        assert goes_to_fp8(readers_of_one_input(8, *projections, apart=True)) == [False] * 3
+        sites = readers_of_one_input(8, *projections)
+        assert goes_to_fp8(sites) == [True] * 3 and [site.shares_input for site in sites] == [False, True, True]
+
+
+def test_of_linears_that_read_one_input_those_that_lose_stay_and_the_others_pay() -> None:
+    sites = readers_of_one_input(1024, (4096, 16), (4096, 4096))
+    assert goes_to_fp8(sites) == [False, True] and not any(site.shares_input for site in sites)
+    assert goes_to_fp8(readers_of_one_input(16, (64, 64), (64, 64), (64, 64))) == [False] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -21,7 +21,7 @@ from te_compile.passes.speed import HostCost
 from te_compile.passes.step_cost import device_gain, high_precision_step, too_dear_to_launch, with_fp8
 from tests.capturing import captured, regions_and_plan, regions_of
 
-HIDDEN_STATE = {"cause": None, "reason": "", "ends": None, "linears": 1, "padding": (0, 0)}
+HIDDEN_STATE = {"cause": None, "reason": "", "ends": None, "linears": 1, "padding": (0, 0), "shares_input": False}
 
 
 class FakeSite(SimpleNamespace):
