@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -175,19 +175,30 @@ def test_it_is_recognised_and_gives_the_same(run: Attention) -> None:
 
 @pytest.mark.parametrize("run", [shifted, widened, in_front, scaled])
 def test_16_bits_are_at_least_as_close_to_float64(run: Attention) -> None:
+    """Over several draws together: the gradient of four sinks may nearly cancel in one."""
+    draws = [in_16_and_64_bits(run) for _ in range(8)]
+    kinds = [[joined(each) for each in zip(*of_kind, strict=True)] for of_kind in zip(*draws, strict=True)]
+    for theirs, ours, right in zip(*kinds, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert relative_error(ours, right) < max(1.5 * relative_error(theirs, right), 2e-2)
+
+
+def in_16_and_64_bits(run: Attention) -> tuple[list[Tensor], ...]:
+    """The result of ``run`` and all gradients in bf16 as they are written, as they are recognised, and in fp64."""
     inputs = operands(dtype=torch.bfloat16)
     count, gm, examples = recognised(run, *inputs)
     assert count == 1
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    grad = torch.randn_like(run(*inputs))
     results = [run(*inputs), gm(*examples)[0], run(*exact)]
-    gradients = [
-        torch.autograd.grad(y, leaves, grad.to(y.dtype))
+    grad = torch.randn_like(results[0])
+    return tuple(
+        [y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
         for y, leaves in zip(results, (inputs, inputs, exact), strict=True)
-    ]
-    for theirs, ours, right in zip(*([y, *each] for y, each in zip(results, gradients, strict=True)), strict=True):
-        assert ours.dtype == torch.bfloat16
-        assert relative_error(ours, right) < max(1.5 * relative_error(theirs, right), 2e-2)
+    )
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in tensors])
 
 
 def with_passes(run: Attention, *inputs: Tensor, runs: bool = True) -> tuple[Node, Plan, GraphModule, list[Any]]:
