@@ -479,7 +479,6 @@ def test_parts_of_parameters_are_kept_and_expressions_are_not(recipe: str, launc
     assert len(group.weights) == 3 and len(group.layout.shapes) == 6
     assert len(te_nodes(records[0], "quantize_weights")) == 1
     with torch.no_grad():
-        # From twice as large on, a weight whose change only the device sees is cast by its own amax.
         for change in (lambda: model.packed.mul_(-1.5), lambda: model.odd.weight.data.neg_(), lambda: None):
             assert torch.equal(fast(x), plain(x))
             change()

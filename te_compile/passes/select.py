@@ -260,8 +260,9 @@ def by_cost(sites: Sequence[Site], options: Options) -> Iterator[tuple[Site, str
         return
     training = torch.is_grad_enabled()
     for readers in _by_input(site for site in sites if value_of(site.x).device.type == "cuda"):
-        saved = [device_gain(site, training, shares_input=True) for site in readers]
-        gain = sum(each for each in saved if each > 0) >= price_of_input(readers[0], training)
+        price = price_of_input(readers[0], training)
+        saved = [device_gain(site, training) + price for site in readers]
+        gain = sum(each for each in saved if each > 0) >= price
         payer = saved.index(max(saved))
         for at, site in enumerate(readers):
             goes = gain and saved[at] > 0

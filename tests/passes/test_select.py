@@ -354,7 +354,7 @@ def fake_site(x_device: str, weight_device: str | None = None, tokens: int = 819
 
     return SimpleNamespace(
         x=node(x_device, tokens, 64), weight=node(weight_device or x_device, 64, 64), tokens=tokens, features=(64, 64),
-        padding=(0, 0), linears=1, ends=None, spell=None,
+        padding=(0, 0), linears=1, ends=None, spell=None, shares_input=False,
     )  # fmt: skip
 
 
