@@ -194,8 +194,6 @@ def norm_rows() -> Iterator[Row]:
             ("norm layer rowwise only", "layer", scale, False, False),
             ("norm rms rowwise only", "rms", scale, False, False),
             ("norm rms current scaling", "rms", None, True, False),
-            ("norm layer current scaling rowwise only", "layer", None, False, False),
-            ("norm rms current scaling rowwise only", "rms", None, False, False),
         ):
             b = bias if kind == "layer" else None
             task = (weight, b, EPS, kind, given, E4M3, True, columnwise, emit, RULE, given is None)

@@ -42,18 +42,9 @@ def textbook_step(case: Case, is_fp8: Callable[[str], bool], seed: int) -> Step:
 
 
 def assert_as_good(got: Step, textbook: Step, expected: Step) -> None:
-    """What rounding costs the gradients differs from draw to draw, but not from textbook FP8.
-
-    As a rule both have the same codes. Where one falls to the other side of a tie, all that follows is rounded
-    otherwise, and as well: on the whole, and no single gradient is much worse.
-    """
-    costs = [
-        [1 - cosine(each.gradients[name], gradient) for each in (got, textbook)]
-        for name, gradient in expected.gradients.items()
-    ]
-    assert all(mine < 2 * theirs + 0.005 for mine, theirs in costs), costs
-    mine, theirs = map(sum, zip(*costs, strict=True))
-    assert mine < 1.2 * theirs, (mine, theirs)
+    """What rounding costs the gradients differs from draw to draw, but not from textbook FP8."""
+    for name, each in expected.gradients.items():
+        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.01, name
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_compile.kernels import buffers, norm_rows
+from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.norm_rows import norm_quantize_rows, normalised
+from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
     OTHERS,
     TRITON_DTYPES,
@@ -239,7 +239,7 @@ def norm_quantize(
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
     centred, offset = kind in CENTRED, WEIGHT_OFFSET.get(kind, 0.0)
-    if not (columnwise or tile) and norm_rows.takes(columns, bias is not None, scale is not None):
+    if not (columnwise or tile) and scale is not None and columns <= LONGEST_ROW:
         y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(
             x, weight, bias, eps, scale, dtype, rowwise, emit, rule, measure, y_dtype, rounding, offset, centred
         )

@@ -4,17 +4,10 @@ Without qᵀ, which wants runs of many rows, a program can hold its rows whole: 
 variance of what it holds, and writes y and q. Bytes: 2·M·K read, M·K written; 101 MB and 24 µs for 8192 × 4096 at the
 4.27 TB/s of an H200. The variance is that of differences from the mean, in two steps, for the row is there.
 
-Where the scale may be missing (current scaling, or the first step of a delayed one) the same kernel runs before, finds
-the amax and writes nothing else; where there is a scale after all it ends at once. So a row's statistics are the same
-to the last bit whether the host knows yet that there is a scale or not. Current scaling needs both launches every time.
-Of longer rows, which fill a program, the three of kernels/norm.py are faster then; microseconds on an H200, 8192 rows,
-16384 of 1024 columns:
-
-    columns                                    1024   4096   5120   8192  16384
-    RMS norm, these two launches                 32     58     76    111    284
-    RMS norm, those three                        42     69     86    129    249
-    layer norm with a bias, these two            36     68     93    163    309
-    layer norm with a bias, those three          51     78     97    143    274
+Where a scale is given that may be 0, as in the first step of delayed scaling, the same kernel runs before, finds the
+amax and writes nothing else; where there is a scale after all it ends at once. So a row's statistics are the same to
+the last bit whether the host knows yet that there is a scale or not. Without one (current scaling) rows are those of
+kernels/norm.py, which makes the transposed copy as well: whoever makes that later gets codes of the same statistics.
 
 Few warps of many elements are faster than many of few, for they meet to add up each row, and two tiles are faster than
 one that is half empty. RMS norms on an H200 in microseconds, 8192 rows, 16384 of 1024 columns:
@@ -59,7 +52,6 @@ from te_compile.kernels.quantize import (
 from te_compile.recipe import ScaleRule
 
 LONGEST_ROW = 16384
-_LONGEST_MEASURED, _LONGEST_BIASED_MEASURED = 8192, 5120  # columns of rows that never have a scale
 _ELEMENTS = 4096  # of a program, if a row is no longer
 _PER_THREAD = 64
 _LONGEST_TILE_ALONE = 2048  # columns
@@ -210,13 +202,6 @@ def _rows_kernel(
         record_amax(amax, largest)
 
 
-def takes(columns: int, biased: bool, has_scale: bool) -> bool:
-    """Is this the kernel for rows of this length? has_scale: a scale is given, though it may be 0."""
-    if has_scale:
-        return columns <= LONGEST_ROW
-    return columns <= (_LONGEST_BIASED_MEASURED if biased else _LONGEST_MEASURED)
-
-
 def _parts(columns: int) -> tuple[int, int]:
     """A row's two tiles, powers of two: of a long row that is none, half of the next one and what is left; else all, 0.
 
@@ -239,7 +224,7 @@ def norm_quantize_rows(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    scale: Tensor | None,
+    scale: Tensor,
     dtype: torch.dtype,
     rowwise: bool,
     emit: bool,
@@ -252,7 +237,7 @@ def norm_quantize_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, q, amax, 1 / scale, mean and rstd of x: [M, K ≤ LONGEST_ROW], rows contiguous, M > 0, on the current device.
 
-    measure: the scale may be absent or 0. rounding: what x · rstd is rounded to before the weight meets it; offset:
+    measure: the scale may be 0. rounding: what x · rstd is rounded to before the weight meets it; offset:
     what is added to the weight; centred: does the mean go? mean and rstd are fp32 [M, 1]; what was not asked for has
     shape [0].
     """
