@@ -38,8 +38,7 @@ class Site:
     ``tokens`` is M, the rows of x (a hint where the size is symbolic); ``features`` is (in, out). ``matrix`` is what is
     quantised and ``root_weight`` the root placeholder of the parameter behind it, for sites that can be lowered.
     ``linears`` is how many equal ones the node computes. ``ends`` is given where they share the rows of x, each taking
-    those up to its own end. ``shares_input``: another linear in FP8 reads the same x, and pays for its FP8 copy.
-    ``spell`` writes them out as plain products, for a node that is none, and returns the node
+    those up to its own end. ``spell`` writes them out as plain products, for a node that is none, and returns the node
     of the result and their sites. ``reason`` is empty for ``status`` "fp8".
     """
 
@@ -57,7 +56,6 @@ class Site:
     matrix: Matrix | None = None
     linears: int = 1
     ends: Node | None = None
-    shares_input: bool = False
     spell: Callable[[Site], tuple[Node, list[Site]]] | None = None
     reason: str = ""
     cause: Cause | None = None

@@ -9,7 +9,7 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, called, size_hint, value_of, wrapped_kind
+from te_compile.passes.input_readers import price_of_input, readers_of_inputs, saved_by, weights_of
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
-from te_compile.passes.step_cost import device_gain, price_of_input, too_dear_to_launch, weights_of
+from te_compile.passes.step_cost import too_dear_to_launch
 from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_given
 
 Verdict = tuple[Cause, str] | None
@@ -253,30 +254,17 @@ def by_cost(sites: Sequence[Site], options: Options) -> Iterator[tuple[Site, str
     """On a GPU, those of ``sites`` that FP8 would make slower, and why; off on a CPU, where FP8 is about meaning and
     never about speed.
 
-    Linears that read one input share its FP8 copy: together they gain if what they save is more than that takes. What
-    then pays for it is the one that saves most (``shares_input`` of the others).
+    Linears that read one input share its FP8 copy: together they gain if what they save is more than that takes.
     """
     if not options.cost_model:
         return
     training = torch.is_grad_enabled()
-    for readers in _by_input(site for site in sites if value_of(site.x).device.type == "cuda"):
-        price = price_of_input(readers[0], training)
-        saved = [device_gain(site, training) + price for site in readers]
-        gain = sum(each for each in saved if each > 0) >= price
-        payer = saved.index(max(saved))
-        for at, site in enumerate(readers):
-            goes = gain and saved[at] > 0
-            site.shares_input = goes and at != payer
-            if not goes:
-                yield site, _too_small(site, training, shares_input=gain)
-
-
-def _by_input(sites: Iterable[Site]) -> Iterator[list[Site]]:
-    """Linears that read one input as it is; what is spelled out as products first is by itself."""
-    readers: dict[int, list[Site]] = {}
-    for site in sites:
-        readers.setdefault(id(site) if site.spell or site.linears > 1 else id(site.x), []).append(site)
-    return iter(readers.values())
+    for readers in readers_of_inputs(site for site in sites if value_of(site.x).device.type == "cuda"):
+        saved = [saved_by(site, training) for site in readers]
+        together = sum(each for each in saved if each > 0) >= price_of_input(readers[0], training)
+        for site, each in zip(readers, saved, strict=True):
+            if not together or each <= 0:
+                yield site, _too_small(site, training, shares_input=together)
 
 
 def _too_small(site: Site, training: bool, *, shares_input: bool) -> str:

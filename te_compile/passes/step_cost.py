@@ -5,10 +5,10 @@ of them waits, so all linears of a graph are weighed together:
 
     device = products + what stands around them + attention          host = a step's price + each linear's price
 
-Linears are let go from the one that gains least on the device, as long as the estimate of the whole step falls. Under
-CUDA graphs the host launches nothing and only the device counts: a step of few tokens, as in decoding, gains if FP8
-saves more on its products than looking after the copies of weights takes. Whether the GPU waits also decides if a
-faster kernel for attention is worth choosing.
+Linears are let go from those that gain least on the device, as long as the estimate of the whole step falls; those
+that read one input go together. Under CUDA graphs the host launches nothing and only the device counts: a step of few
+tokens, as in decoding, gains if FP8 saves more on its products than looking after the copies of weights takes. Whether
+the GPU waits also decides if a faster kernel for attention is worth choosing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch._inductor import config, list_mode_options
 from te_compile.options import Options
 from te_compile.passes import speed
 from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.input_readers import gain_of, products_of, readers_of_inputs
 from te_compile.passes.plan import Attention, Plan, Site
 
 
@@ -40,6 +41,24 @@ class Step:
         return max(self.device, self.host)
 
 
+@dataclass(frozen=True)
+class _Weighed:
+    """Linears that read one input: how many are launched, and the microseconds that FP8 saves on the device."""
+
+    readers: list[Site]
+    linears: int
+    gain: float
+
+    @classmethod
+    def of(cls, readers: list[Site], training: bool) -> _Weighed:
+        """Those of these linears."""
+        return cls(readers, sum(map(products_of, readers)), gain_of(readers, training))
+
+    def of_each(self) -> float:
+        """What one linear saves, on average."""
+        return self.gain / self.linears
+
+
 def asked_of_inductor(options: Options) -> dict[str, Any]:
     """The Inductor options of the user's mode, and over them the user's own."""
     return {**(list_mode_options(options.mode) if options.mode else {}), **options.inductor}
@@ -48,31 +67,6 @@ def asked_of_inductor(options: Options) -> dict[str, Any]:
 def replays_cuda_graphs(options: Options) -> bool:
     """Will Inductor record this compilation's launches once and replay them?"""
     return bool(asked_of_inductor(options).get("triton.cudagraphs", config.triton.cudagraphs))
-
-
-def weights_of(site: Site) -> int:
-    """How many weights are quantised: experts that share the rows of x have one each, whoever gets the tokens."""
-    return site.linears if site.ends is not None else 1
-
-
-def device_gain(site: Site, training: bool) -> float:
-    """Microseconds that FP8 saves on the device for the linears of ``site``."""
-    once = speed.gain_microseconds(
-        site.tokens, *site.features,
-        padding=site.padding, training=training, weights=weights_of(site), shares_input=site.shares_input,
-    )  # fmt: skip
-    return once * _products_of(site)
-
-
-def price_of_input(site: Site, training: bool) -> float:
-    """Microseconds of the device for the FP8 copies of what the linears of ``site`` read."""
-    once = speed.input_microseconds(site.tokens, site.features[0], padding=site.padding[0], training=training)
-    return once * _products_of(site)
-
-
-def _products_of(site: Site) -> int:
-    """How many linears are launched: experts that share the rows of x are one grouped product."""
-    return 1 if site.ends is not None else site.linears
 
 
 def _attention_time(attention: Attention, training: bool) -> float:
@@ -99,9 +93,9 @@ def high_precision_step(plan: Plan, training: bool) -> Step:
             time(site.tokens, *site.features, training=training)
             for time in (speed.high_precision_microseconds, speed.around_microseconds)
         )
-        device += _products_of(site) * (in_high_precision + around)
+        device += products_of(site) * (in_high_precision + around)
     host, _ = speed.host_costs(training)
-    return Step(device, host.of(sum(map(_products_of, plan.sites))))
+    return Step(device, host.of(sum(map(products_of, plan.sites))))
 
 
 def waits_for_host(plan: Plan, options: Options, training: bool) -> bool:
@@ -114,7 +108,8 @@ def waits_for_host(plan: Plan, options: Options, training: bool) -> bool:
 
 def with_fp8(step: Step, sites: list[Site], training: bool) -> Step:
     """``step`` with the linears of ``sites`` in FP8."""
-    return _changed(step, sum(map(_products_of, sites)), sum(device_gain(site, training) for site in sites), training)
+    saved = sum(gain_of(readers, training) for readers in readers_of_inputs(sites))
+    return _changed(step, sum(map(products_of, sites)), saved, training)
 
 
 def _changed(step: Step, linears: int, saved: float, training: bool) -> Step:
@@ -138,11 +133,10 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
     if not plan.selected or (replays and training):
         return [], ""
 
-    gains = [(device_gain(site, training), site) for site in plan.selected]
-    gains.sort(key=lambda pair: pair[0], reverse=True)
-    ordered = [site for _, site in gains]
-    counts = [0, *accumulate(len(list(alike)) for _, alike in groupby(gains, lambda pair: pair[0]))]
-    linears, saved = [0, *accumulate(map(_products_of, ordered))], [0.0, *accumulate(gain for gain, _ in gains)]
+    weighed = [_Weighed.of(readers, training) for readers in readers_of_inputs(plan.selected)]
+    weighed.sort(key=_Weighed.of_each, reverse=True)
+    counts = [0, *accumulate(len(list(alike)) for _, alike in groupby(weighed, key=_Weighed.of_each))]
+    linears, saved = ([0, *accumulate(of)] for of in zip(*((each.linears, each.gain) for each in weighed), strict=True))
     as_it_is = high_precision_step(plan, training)
     steps = {count: _changed(as_it_is, linears[count], saved[count], training) for count in counts}
     if replays:
@@ -150,7 +144,8 @@ def too_dear_to_launch(plan: Plan, options: Options, training: bool) -> tuple[li
     best = min(counts, key=lambda count: (steps[count].time, -count))
     if steps[best].time > (1 - speed.LEAST_GAIN) * steps[0].time:
         best = 0
-    return ordered[best:], _reason(steps[len(ordered)], steps[best])
+    kept = [site for each in weighed[best:] for site in each.readers]
+    return kept, _reason(steps[len(weighed)], steps[best])
 
 
 def _reason(asked: Step, chosen: Step) -> str:

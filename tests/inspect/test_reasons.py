@@ -300,7 +300,7 @@ def fake_site(x: str = "cuda", weight: str | None = None) -> Site:
         nodes.append(node)
     return cast(Site, SimpleNamespace(
         x=nodes[0], weight=nodes[1], tokens=16, features=(64, 64), padding=(0, 0), linears=1, ends=None,
-        spell=None, shares_input=False,
+        spell=None,
     ))  # fmt: skip
 
 

@@ -14,21 +14,22 @@ from torch.nn import functional as F
 from te_compile.options import Options
 from te_compile.passes import select, speed, step_cost
 from te_compile.passes.find_attentions import find_attentions
+from te_compile.passes.input_readers import gain_of
 from te_compile.passes.plan import Cause, Plan
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.select import select_linears
 from te_compile.passes.speed import HostCost
-from te_compile.passes.step_cost import device_gain, high_precision_step, too_dear_to_launch, with_fp8
+from te_compile.passes.step_cost import high_precision_step, too_dear_to_launch, with_fp8
 from tests.capturing import captured, regions_and_plan, regions_of
 
-HIDDEN_STATE = {"cause": None, "reason": "", "ends": None, "linears": 1, "padding": (0, 0), "shares_input": False}
+HIDDEN_STATE = {"cause": None, "reason": "", "ends": None, "linears": 1, "padding": (0, 0), "spell": None}
 
 
 class FakeSite(SimpleNamespace):
     """A linear of some size that no graph has."""
 
     def __init__(self, name: str, tokens: int, features: tuple[int, int], **more: Any) -> None:
-        super().__init__(name=name, tokens=tokens, features=features, **{**HIDDEN_STATE, **more})
+        super().__init__(name=name, tokens=tokens, features=features, **{"x": object(), **HIDDEN_STATE, **more})
 
     @property
     def status(self) -> str:
@@ -127,7 +128,7 @@ def test_a_host_that_is_spared_something_is_no_gain(monkeypatch: pytest.MonkeyPa
 
 def test_a_gain_within_the_error_of_the_estimate_changes_nothing() -> None:
     plan = Plan(sites=[FakeSite("fp8", 8192, (1024, 1024)), FakeSite("head", 8192, (1024, 65536), cause=Cause.RULE)])
-    assert device_gain(plan.sites[0], True) > 0
+    assert gain_of(plan.sites[:1], True) > 0
     assert kept(plan) == ["fp8"]
 
 
@@ -135,14 +136,31 @@ def test_each_linear_is_weighed_once_however_many_there_are(monkeypatch: pytest.
     """Layers may all differ in width."""
     weighed: list[str] = []
 
-    def counted(site: Any, training: bool) -> float:
-        weighed.append(site.name)
-        return device_gain(site, training)
+    def counted(readers: list[Any], training: bool) -> float:
+        weighed.extend(site.name for site in readers)
+        return gain_of(readers, training)
 
-    monkeypatch.setattr(step_cost, "device_gain", counted)
+    monkeypatch.setattr(step_cost, "gain_of", counted)
     plan = Plan(sites=[FakeSite(str(width), 4096, (1024, 1024 + 16 * width)) for width in range(50)])
     too_dear_to_launch(plan, Options(), True)
     assert sorted(weighed, key=int) == [str(width) for width in range(50)]
+
+
+def test_linears_that_read_one_input_stay_together() -> None:
+    """By itself q, which saves most, would seem to lose what the copy of the input takes, which k and v need too."""
+    hidden = 4096
+    sites = []
+    for number in range(16):
+        x = object()
+        for name, size in {"q": (hidden, hidden), "k": (hidden, 1024), "v": (hidden, 1024)}.items():
+            sites.append(FakeSite(f"{number}.{name}", 8, size, x=x))
+        sites.append(FakeSite(f"{number}.down", 8, (14336, hidden)))
+        sites.append(FakeSite(f"{number}.odd", 8, (hidden, 256)))
+    q, k = sites[:2]
+    assert gain_of([q], False) < gain_of([q, k], False) and gain_of(sites[:3], False) > 0
+    assert gain_of(sites[4:5], False) < 0
+    out = kept(Plan(sites=sites), training=False, mode="reduce-overhead")
+    assert out == sorted(f"{number}.odd" for number in range(16))
 
 
 def test_experts_that_share_rows_are_one_launch_and_a_batch_of_products_is_many() -> None:
@@ -192,6 +210,6 @@ def test_the_rule_reads_real_sites_and_asks_only_on_a_gpu(monkeypatch: pytest.Mo
     _, plan = regions_and_plan(Attention(), torch.randn(2, 32, 64))
     assert select_linears(plan, Options()) == 2
     out, _ = too_dear_to_launch(plan, Options(), True)
-    assert out == sorted(plan.selected, key=lambda site: device_gain(site, True), reverse=True)
+    assert out == sorted(plan.selected, key=lambda site: gain_of([site], True), reverse=True)
     select._only_what_the_step_gains_from(plan, Options())
     assert plan.selected == [] and all(site.cause is Cause.RULE for site in plan.sites)
