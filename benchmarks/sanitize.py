@@ -52,6 +52,7 @@ class Case:
 
 CASES = (
     Case("quantize", "tests/kernels/test_quantize.py"),
+    Case("alone", "tests/kernels/test_alone.py"),
     Case("norm", "tests/kernels/test_norm.py"),
     Case("norm_rows", "tests/kernels/test_norm_rows.py"),
     Case("norm_backward", "tests/kernels/test_norm_backward.py"),

@@ -114,6 +114,63 @@ class Scratch {
   void* memory_ = nullptr;
 };
 
+size_t bytes_of_l2() {
+  int device = 0;
+  int bytes = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  return static_cast<size_t>(bytes);
+}
+
+/// b for repetitions. A model has read all its other weights since it read this one, which therefore comes from memory,
+/// where repetitions of a small product would find it in the L2: of few rows the fastest algorithm is then another one.
+/// So repetitions take copies in turn, more than the L2 holds. Without memory for them, and for products that do not fit
+/// into the L2, b itself serves all.
+class SecondFactors {
+ public:
+  explicit SecondFactors(const te_gemm& gemm)
+      : b_(gemm.b),
+        stride_((extent(gemm.n, gemm.k, gemm.ldb, gemm.b_dtype) + kAligned - 1) / kAligned * kAligned),
+        copies_(copies_for(gemm, stride_)),
+        memory_(copies_ * stride_) {
+    const size_t bytes = extent(gemm.n, gemm.k, gemm.ldb, gemm.b_dtype);
+    for (size_t copy = 0; memory_.get() != nullptr && copy < copies_; ++copy) {
+      check_cuda(cudaMemcpyAsync(at(copy), b_, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(gemm.stream)),
+                 "te_cublaslt_gemm: copying b");
+    }
+  }
+
+  const void* next() { return memory_.get() == nullptr ? b_ : at(turn_++ % copies_); }
+
+  /// How many repetitions tell the time.
+  int launches() const { return memory_.get() == nullptr ? kLaunches : static_cast<int>(copies_); }
+
+ private:
+  static constexpr size_t kAligned = 256;
+  static constexpr int kLaunches = 3;
+  static constexpr size_t kMostCopies = 32;
+
+  static size_t extent(int64_t rows, int64_t columns, int64_t ld, te_dtype dtype) {
+    return static_cast<size_t>(((rows - 1) * ld + columns) * bytes_of(dtype));
+  }
+
+  static size_t copies_for(const te_gemm& gemm, size_t stride) {
+    const size_t l2 = bytes_of_l2();
+    const size_t a = extent(gemm.m, gemm.k, gemm.lda, gemm.a_dtype);
+    const size_t d = extent(gemm.m, gemm.n, gemm.ldd, gemm.d_dtype);
+    if (a + stride + d >= l2) return 0;
+    return std::clamp((l2 + l2 / 2) / stride, static_cast<size_t>(kLaunches), kMostCopies);
+  }
+
+  void* at(size_t copy) const { return static_cast<char*>(memory_.get()) + copy * stride_; }
+
+  const void* const b_;
+  const size_t stride_;
+  const size_t copies_;
+  const Scratch memory_;
+  size_t turn_ = 0;
+};
+
 /// Choose the fastest suggestion. Where the product adds to d, or d is also what the epilogue reads, repeating it would
 /// change the answer, so the repetitions write elsewhere; without memory for that the first suggestion stands.
 bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, const Workspace& workspace) {
@@ -121,9 +178,14 @@ bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, con
   const Scratch scratch(elsewhere ? static_cast<size_t>(gemm.m * gemm.ldd * bytes_of(gemm.d_dtype)) : 0);
   if (elsewhere && scratch.get() == nullptr) return false;
   void* const d = elsewhere ? scratch.get() : gemm.d;
-  plan.chosen = fastest_of(plan.suggestions.size(), static_cast<cudaStream_t>(gemm.stream), [&](size_t which) {
-    return plan.run(context, which, gemm, d, workspace.memory, workspace.bytes) == lt::kSuccess;
-  });
+  SecondFactors factors(gemm);
+  te_gemm repeated = gemm;
+  const auto run = [&](size_t which) {
+    repeated.b = factors.next();
+    return plan.run(context, which, repeated, d, workspace.memory, workspace.bytes) == lt::kSuccess;
+  };
+  plan.chosen =
+      fastest_of(plan.suggestions.size(), static_cast<cudaStream_t>(gemm.stream), run, factors.launches());
   return true;
 }
 

@@ -290,7 +290,7 @@ te_status te_cublaslt_version(size_t* version);
 te_status te_cublaslt_keep_choices(int device, const char* path);
 
 /* What a line of such a file means; changes with it. */
-#define TE_CHOICES_FORMAT 1
+#define TE_CHOICES_FORMAT 2
 
 /* How many plans are kept, and for how many of them this process timed algorithms. */
 te_status te_cublaslt_plans(int64_t* kept, int64_t* timed);

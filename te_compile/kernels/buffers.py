@@ -124,16 +124,29 @@ def contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def quantized(
-    like: Tensor, rows: int, columns: int, dtype: torch.dtype, rowwise: bool, columnwise: bool, which: int = 0
+    like: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    which: int = 0,
+    cleared: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for q, qᵀ, amax, which is 0, and 1 / scale of a matrix [rows, columns]; see :func:`empty`.
+    """Memory for q, qᵀ, amax and 1 / scale of a matrix [rows, columns]; see :func:`empty`. ``cleared``: the amax is 0.
 
     An operator that quantises several matrices says ``which`` of them this is.
     """
     q = empty(like, (rows, columns) if rowwise else (0,), dtype)
     qt = empty(like, (columns, padded(rows)) if columnwise else (0,), dtype)
-    scale_inv = _from_stock(like, f"scale_inv{which}")
-    return q, qt, amax(like, which), empty(like, (), torch.float32) if scale_inv is None else scale_inv
+    largest = amax(like, which) if cleared else number(like, f"amax{which}")
+    return q, qt, largest, number(like, f"scale_inv{which}")
+
+
+def number(like: Tensor, kind: str) -> Tensor:
+    """One uninitialised fp32 number [], no two of one ``kind`` in a storage that another kind has."""
+    found = _from_stock(like, kind)
+    return empty(like, (), torch.float32) if found is None else found
 
 
 def amax(like: Tensor, which: int = 0) -> Tensor:

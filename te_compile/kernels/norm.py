@@ -12,7 +12,7 @@ because the L2 still holds that part: 58 µs and 213 µs for an RMS norm, 64 µs
 walk over their rows twice were slower. One launch in which tiles wait for statistics that run ahead of them through the
 L2 gained nothing: what it saves in bytes it loses in waiting. What Triton has no word for, blocks that share their
 memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built. Where no qᵀ is wanted rows fit into
-programs: norm_rows.py.
+programs: norm_rows.py. Few rows, as in decoding, fit into one: norm_alone.py.
 
 The mean and the variance come from sums of differences from the mean of the row's first block. Sums about 0 would lose
 the variance of large numbers that differ little; these lose a factor of at most the number of blocks, because a first
@@ -31,6 +31,7 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.norm_alone import norm_quantize_alone
 from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
     OTHERS,
@@ -46,7 +47,7 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
-from te_compile.kernels.tiles import Tile, Work, choose
+from te_compile.kernels.tiles import Tile, Work, alone, choose
 from te_compile.ops.quantize import padded
 from te_compile.ops.reach import near
 from te_compile.recipe import ScaleRule
@@ -239,6 +240,12 @@ def norm_quantize(
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
     centred, offset = kind in CENTRED, WEIGHT_OFFSET.get(kind, 0.0)
+    whole = alone(rows, columns)
+    if whole and not tile and (scale is None or not columnwise):
+        return norm_quantize_alone(
+            x, weight, bias, eps, scale, dtype, rowwise, columnwise, emit, rule,
+            y_dtype, rounding, offset, centred, whole,
+        )  # fmt: skip
     if not (columnwise or tile) and scale is not None and columns <= LONGEST_ROW:
         y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(
             x, weight, bias, eps, scale, dtype, rowwise, emit, rule, measure, y_dtype, rounding, offset, centred

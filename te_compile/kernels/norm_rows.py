@@ -77,14 +77,14 @@ def normalised(
 
 
 @triton.jit
-def _part(x, row, k, rows, columns, stride_m):
+def load_rows(x, row, k, rows, columns, stride_m):
     """Columns ``k`` of the program's rows in fp32, zeros outside, and which are inside."""
     inside = (row < rows)[:, None] & (k < columns)[None, :]
     return tl.load(x + row[:, None] * stride_m + k[None, :], mask=inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit
-def _apart(value, inside, mean, CENTRE: tl.constexpr):
+def off_centre(value, inside, mean, CENTRE: tl.constexpr):
     """Differences from the mean, zeros outside."""
     if CENTRE:
         value = tl.where(inside, value - mean[:, None], 0.0)
@@ -92,7 +92,7 @@ def _apart(value, inside, mean, CENTRE: tl.constexpr):
 
 
 @triton.jit
-def _parameters(weight, bias, k, columns):
+def load_parameters(weight, bias, k, columns):
     """Columns ``k`` of weight and bias as they are stored, zeros for what there is none of."""
     w = tl.zeros((k.shape[0],), tl.float32)
     b = w
@@ -131,14 +131,14 @@ def _rows(
 ):  # fmt: skip
     """Norm and quantize these rows, and store what is wanted; returns the bits of their largest magnitude."""
     k = tl.arange(0, COLUMNS)
-    value, inside = _part(x, row, k, rows, columns, stride_m)
+    value, inside = load_rows(x, row, k, rows, columns, stride_m)
     length = columns * 1.0
     mean = tl.zeros((row.shape[0],), tl.float32)
     if not REST:
-        w, b = _parameters(weight, bias, k, columns)
+        w, b = load_parameters(weight, bias, k, columns)
     if REST:
         j = COLUMNS + tl.arange(0, REST)
-        other, inside_other = _part(x, row, j, rows, columns, stride_m)
+        other, inside_other = load_rows(x, row, j, rows, columns, stride_m)
     if CENTRE:
         mean = tl.sum(value, axis=1)
         if REST:
@@ -146,22 +146,22 @@ def _rows(
         mean = mean / length
         if STATISTICS:
             tl.store(means + row, mean, mask=row < rows)
-    apart = _apart(value, inside, mean, CENTRE)
+    apart = off_centre(value, inside, mean, CENTRE)
     squares = tl.sum(apart * apart, axis=1)
     if REST:
-        apart_other = _apart(other, inside_other, mean, CENTRE)
+        apart_other = off_centre(other, inside_other, mean, CENTRE)
         squares += tl.sum(apart_other * apart_other, axis=1)
     rstd = tl.div_rn(tl.full((row.shape[0],), 1.0, tl.float32), tl.sqrt_rn(squares / length + eps))
     if STATISTICS:
         tl.store(rstds + row, rstd, mask=row < rows)
     if REST:
-        w, b = _parameters(weight, bias, k, columns)
+        w, b = load_parameters(weight, bias, k, columns)
     largest = _write(
         value, inside, mean, rstd, w, b, used, y, q, row, k, columns,
         weight is not None, bias is not None, Y, ROUND, OFFSET, CENTRE, E5M2, EMIT, ROWWISE,
     )  # fmt: skip
     if REST:
-        w_other, b_other = _parameters(weight, bias, j, columns)
+        w_other, b_other = load_parameters(weight, bias, j, columns)
         largest_other = _write(
             other, inside_other, mean, rstd, w_other, b_other, used, y, q, row, j, columns,
             weight is not None, bias is not None, Y, ROUND, OFFSET, CENTRE, E5M2, EMIT, ROWWISE,

@@ -32,7 +32,7 @@ from te_compile.kernels.pointwise_parts import common_width, folding, with_parts
 from te_compile.kernels.pointwise_pieces import piece_arguments
 from te_compile.kernels.pointwise_source import kernels
 from te_compile.kernels.quantize import rule_constants
-from te_compile.kernels.tiles import Tile, Work, choose
+from te_compile.kernels.tiles import Tile, Work, alone, choose
 from te_compile.ops.partial_sums import ROWS
 from te_compile.ops.pieces import period_of, tensors_of
 from te_compile.ops.pointwise import Place, Spec, extent, grouped
@@ -187,6 +187,8 @@ def _produced(
     if not is_within_reach(rows, columns):
         raise ValueError(f"a producer's matrix is {rows} x {columns}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
     inputs = list(map(_near, inputs))
+    if measure and not tile and (whole := _alone(spec, layouts, rows, columns)):
+        return _produced_alone(inputs, scales, spec, dtype, layouts, rule, whole)
     tile = tile or choose(tile_for(spec), lambda: _work(inputs, spec, dtype, layouts, None in scales))
     if partial_sums:
         tile = dataclasses.replace(tile, rows=ROWS)
@@ -229,3 +231,41 @@ def _produced(
             return [*itertools.chain(*quantized), *emitted, *partials]
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
     return [*itertools.chain(*quantized), *emitted, *sums]
+
+
+def _alone(spec: Spec, layouts: list[tuple[bool, bool]], rows: int, columns: int) -> Tile | None:
+    """The tile of a program that computes all of it; None where that is too much, or wants what only tiles have."""
+    in_runs = any(given.parts or given.pieces or given.span for given in spec.inputs)
+    return None if in_runs or spec.sums or any(columnwise for _, columnwise in layouts) else alone(rows, columns)
+
+
+def _produced_alone(
+    inputs: list[Tensor],
+    scales: list[Tensor | None],
+    spec: Spec,
+    dtype: torch.dtype,
+    layouts: list[tuple[bool, bool]],
+    rule: ScaleRule,
+    tile: Tile,
+) -> list[Tensor]:
+    """What ``_produced`` returns, by one program (kernels/alone.py)."""
+    rows, columns = extent(spec, inputs)
+    target, epsilon, power_2 = rule_constants(rule, dtype)
+    flags = dict(zip(("ROWWISE", "ROWWISE2"), (rowwise for rowwise, _ in layouts), strict=False))
+    constants, _ = folding(spec, inputs, tile.rows, False)
+    x = inputs[0]
+    with on_device_of(x):
+        quantized = [
+            buffers.quantized(x, rows, columns, dtype, *wanted, n, cleared=False) for n, wanted in enumerate(layouts)
+        ]
+        emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
+        written: list[Tensor | None] = []
+        for scale, (q, _, amax, scale_inv) in zip(scales, quantized, strict=True):
+            written += (scale, q.view(torch.uint8), amax, scale_inv)
+        launch(
+            kernels(spec).alone, 1, *_kernel_arguments(spec, inputs, rows), *emitted, *written, rows, columns,
+            TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=dtype == torch.float8_e5m2, **flags,
+            EVEN=(rows, columns) == (tile.rows, tile.columns), **constants, FLAT=False,
+            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return [*itertools.chain(*quantized), *emitted]

@@ -1,11 +1,13 @@
 """The text of a producer's kernels, written from its spec; pointwise.py launches them.
 
-The generated file holds one function with the spec's statements, one a line, and two kernels around it that differ
-only in what they do with z: ``measure`` takes its amax when no scale is known, ``produce`` writes everything else. A
-program owns one tile, in four quarters of interleaved rows, so that a thread holds four rows of one column and qᵀ can
-be transposed four codes at a time: through shared memory as 32-bit words, in one exchange, where bytes would take four.
-Column sums leave as one partial row per tile. Triton needs the source of a kernel in a file; its name is a hash of its
-content, so processes share it and a changed generator never meets a stale one.
+The generated file holds one function with the spec's statements, one a line, and kernels around it that differ only
+in what they do with z: ``measure`` takes its amax when no scale is known, ``produce`` writes everything else, and
+``alone`` does both where one program holds all of z (kernels/alone.py).
+
+A program of ``produce`` owns one tile, in four quarters of interleaved rows, so that a thread holds four rows of one
+column and qᵀ can be transposed four codes at a time: through shared memory as 32-bit words, in one exchange, where
+bytes would take four. Column sums leave as one partial row per tile. Triton needs the source of a kernel in a file; its
+name is a hash of its content, so processes share it and a changed generator never meets a stale one.
 """
 
 from __future__ import annotations
@@ -153,6 +155,7 @@ _SOURCE = '''\
 import triton
 import triton.language as tl
 
+from te_compile.kernels.alone import scale_of_all
 from te_compile.kernels.pointwise_functions import (
     corner, expm1, is_first, log1p, logistic, logistic_slope, normal_cdf, one_less_tanh_squared, one_plus_erf,
     one_plus_tanh, part_at, power, read_column, read_full, read_part, read_row, sigmoid, tanh, vanishing_exp2, whole,
@@ -214,6 +217,29 @@ def produce(
     {record_largest}
 '''
 
+_ALONE = """
+
+@triton.jit(do_not_specialize_on_alignment=[{scale_names}])
+def alone(
+    {inputs},
+    {outputs}{quantized_rows}, rows, columns,
+    TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr, {rowwise},
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    tile_m, tile_k, tile_a, tile_s = corner(columns, ROWS, COLUMNS, FLAT, WHOLE, False)
+    m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    in_rows, in_columns = m < rows, k < columns
+    at, inside = m[:, None] * columns + k[None, :], in_rows[:, None] & in_columns[None, :]
+    {returned} = values(
+        {arguments},
+        tile_m, tile_k, tile_a, tile_s, m, k, in_rows, in_columns,
+        EVEN, WHOLE, ALIGNED, HEAD, HEADS, ROWS, COLUMNS,
+    )
+    {emit}
+    {cast}
+"""
+
 # What one quantised value adds to the text above, with the end of its names: "" for the first, "2" for a second one.
 _OF_EACH = {
     "scale_names": ('"scale{n}"', ", "),
@@ -226,6 +252,16 @@ _OF_EACH = {
         "used{n} = scale_in_use(scale{n}, amax{n}, MEASURED, TARGET, EPSILON, POWER_2)\n"
         "    if is_first():\n"
         "        tl.store(scale_inv{n}, tl.div_rn(tl.full((), 1.0, tl.float32), used{n}))",
+        "\n    ",
+    ),
+    "quantized_rows": ("scale{n}, q{n}, amax{n}, scale_inv{n}", ", "),
+    "rowwise": ("ROWWISE{n}: tl.constexpr", ", "),
+    "cast": (
+        "used{n} = scale_of_all(\n"
+        "        largest_of(magnitude({root}_all)), scale{n}, amax{n}, scale_inv{n}, TARGET, EPSILON, POWER_2\n"
+        "    )\n"
+        "    if ROWWISE{n}:\n"
+        "        write(q{n} + at, fp8_codes(scaled({root}_all, used{n}), E5M2), inside, EVEN)",
         "\n    ",
     ),
     "record_largest": ("record_amax(amax{n}, largest_of(largest{n}))", "\n    "),
@@ -248,7 +284,9 @@ def source(spec: Spec) -> str:
     body += [f"{name} = {_form(step.operation, step.operands)}" for name, step in steps]
     body += [f"{name}_all = whole({names[name]}, in_rows, in_columns, EVEN, ROWS, COLUMNS)" for name in leaving]
     outputs = [f"e{i}" for i in range(len(spec.emitted))] + [f"s{i}" for i in range(len(spec.sums))]
-    return _SOURCE.format(
+    emit = [f"write(e{i} + at, {given.value}_all, inside, EVEN)" for i, given in enumerate(spec.emitted)]
+    text = _SOURCE if spec.sums else _SOURCE + _ALONE  # sums are of whole tiles
+    return text.format(
         spec="\n    ".join(spec.lines()),
         inputs=",\n    ".join(", ".join(names) for names in parameters if names),
         arguments=arguments,
@@ -259,6 +297,7 @@ def source(spec: Spec) -> str:
             name: between.join(text.format(n=end, root=root) for root, end in _ends(spec))
             for name, (text, between) in _OF_EACH.items()
         },
+        emit="\n    ".join(emit),
         tile="\n    ".join(_tile_text(spec, leaving, arguments)),
         sums="\n    ".join(line for i, given in enumerate(spec.sums) for line in _sum_text(i, given.value)),
     )
@@ -335,6 +374,6 @@ def file_of(text: str) -> Path:
 
 @functools.cache
 def kernels(spec: Spec) -> ModuleType:
-    """The module generated for ``spec``, with its kernels ``measure`` and ``produce``."""
+    """The module generated for ``spec``, with its kernels ``measure``, ``produce`` and, without sums, ``alone``."""
     path = file_of(source(spec))
     return load_from(f"te_compile_generated.{path.stem}", str(path))

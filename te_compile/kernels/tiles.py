@@ -27,6 +27,30 @@ class Tile:
     registers: int | None = None
 
 
+MOST_ALONE = 32768
+"""Elements, rows and columns filled up to powers of two, that one program is to hold. In microseconds on an H200, by
+many programs and by one, a norm whose scale may be missing, and a cast:
+
+    1 × 4096    6.0, 2.2    4.7, 1.6        8 × 4096     6.2, 5.6    4.8, 3.3
+    4 × 4096    6.3, 3.7    4.8, 2.4        16 × 4096    6.3, 14.9   4.9, 6.2
+"""
+_NARROWEST, _OF_A_WARP, _MOST_WARPS = 64, 1024, 16
+
+
+def alone(rows: int, columns: int) -> Tile | None:
+    """The tile of a program that holds a matrix of this size whole, as one of few rows in decoding; None if that is too
+    large, or empty."""
+    height, width = _power_of_2(rows), max(_NARROWEST, _power_of_2(columns))
+    if not rows or not columns or height * width > MOST_ALONE:
+        return None
+    return Tile(height, width, min(_MOST_WARPS, max(1, height * width // _OF_A_WARP)))
+
+
+def _power_of_2(number: int) -> int:
+    """The first one that is not less than ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Question:
     """Which of its ``tiles`` a launcher is to take for a kind of work; the first one is its own answer."""

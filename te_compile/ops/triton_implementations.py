@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_compile.kernels.tiles import alone
 from te_compile.ops import calibration, registry
 from te_compile.ops.cross_entropy import (
     cross_entropy_backward_reference,
@@ -166,9 +167,13 @@ def quantize(
     """``te::quantize`` by kernels/quantize.py."""
     if x.numel() == 0 or not is_within_reach(*x.shape):  # no tile to launch
         return quantize_reference(x, scale, dtype, rowwise, columnwise, rule)
+    from te_compile.kernels.alone import quantize_alone
     from te_compile.kernels.quantize import quantize as kernel
 
-    return kernel(x, scale, dtype, rowwise, columnwise, rule, calibration.must_measure(scale))
+    measure = calibration.must_measure(scale)
+    if measure and not columnwise and (whole := alone(*x.shape)):
+        return quantize_alone(x, scale, dtype, rowwise, rule, whole)
+    return kernel(x, scale, dtype, rowwise, columnwise, rule, measure)
 
 
 @registry.register("norm_quantize", TRITON, priority=PRIORITY, check=_check_norm_quantize)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from te_compile.kernels.tiles import alone
+
 BF16_FLOPS_PER_MICROSECOND = 688e6
 FP8_FLOPS_PER_MICROSECOND = 1320e6
 ATTENTION_FLOPS_PER_MICROSECOND = 429e6
@@ -107,8 +109,9 @@ def fp8_microseconds(
 def input_microseconds(tokens: int, in_features: int, *, padding: int = 0, training: bool) -> float:
     """What the FP8 copy of an input costs, which all linears that read it share. padding: features added for FP8."""
     # Written once (inference) or twice (both layouts). In a model that never trained, or with current scaling, it is
-    # measured before; those launches are counted where a step may be so short that they show.
-    copies, launches = (2, 1) if training else (1, 2)
+    # measured before, unless one program does both; those launches are counted where a step may be so short that they
+    # show.
+    copies, launches = (2, 1) if training else (1, 1 if alone(tokens, in_features + padding) else 2)
     # What is padded is written once more, by a kernel that does what stands around it too; and so is its gradient.
     written = (2 if training else 1) * 2 * tokens * (in_features if padding else 0)
     bytes_moved = tokens * (in_features + padding) * (2 + copies) + written

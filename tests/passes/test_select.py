@@ -418,8 +418,8 @@ def test_linears_that_read_one_input_share_what_its_fp8_copy_costs() -> None:
     assert goes_to_fp8(readers_of_one_input(1024, *projections, apart=True)) == [True, False, False]
     assert goes_to_fp8(readers_of_one_input(1024, *projections)) == [True] * 3
     with torch.no_grad():  # a decoding step, where none would gain by itself
-        assert goes_to_fp8(readers_of_one_input(8, *projections, apart=True)) == [False] * 3
-        assert goes_to_fp8(readers_of_one_input(8, *projections)) == [True] * 3
+        assert goes_to_fp8(readers_of_one_input(16, *projections, apart=True)) == [False] * 3
+        assert goes_to_fp8(readers_of_one_input(16, *projections)) == [True] * 3
 
 
 def test_of_linears_that_read_one_input_those_that_lose_stay_and_the_others_pay() -> None:

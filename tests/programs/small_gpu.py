@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.kernels import SPECS, SWIGLU_BACKWARD
 from te_compile.kernels import (
+    alone,
     column_sums,
     cross_entropy,
     dropout_masks,
@@ -34,6 +35,7 @@ from te_compile.kernels.compile_worker import source_of, target_of
 from te_compile.kernels.fp8_attention import fp8_attention
 from te_compile.kernels.grouped_gemm import grouped_gemm, grouped_wgrad
 from te_compile.kernels.recording import rehearsing
+from te_compile.kernels.tiles import alone as tile_alone
 from te_compile.kernels.weight_refresh import TritonRefresher
 from te_compile.kernels.weights import quantize_weights
 from te_compile.ops.pointwise import Spec
@@ -61,6 +63,17 @@ def norms() -> None:
         x, parameters = empty(64, columns, dtype=FP32), [empty(columns, dtype=FP32)] * (1 + (kind == "layer"))
         weight, bias = (*parameters, None)[:2]
         norm.norm_quantize(x, weight, bias, 1e-5, kind, empty(dtype=FP32), E4M3, True, columnwise, True, RULE, False)
+
+
+def few_rows() -> None:
+    zero = empty(dtype=FP32)
+    for rows, columns in ((8, 4096), (1, 5120), (1, 1)):
+        x, row, tile = empty(rows, columns, dtype=FP32), empty(columns, dtype=FP32), tile_alone(rows, columns)
+        assert tile is not None
+        alone.quantize_alone(x, zero, E5M2, True, RULE, tile)
+        norm.norm_quantize(x, row, row, 1e-5, "layer", None, E4M3, True, True, True, RULE, True)
+        inputs = [empty(rows, columns)] * 2
+        pointwise.fused_quantize(inputs, zero, Spec.parse(SPECS["swiglu"]), E4M3, True, False, RULE, True)
 
 
 def norm_backwards() -> None:
@@ -140,7 +153,19 @@ def masks() -> None:
 
 FAMILIES: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (quantizes, norms, norm_backwards, losses, producers, products, attentions, weights, sums, masks)
+    for each in (
+        quantizes,
+        norms,
+        few_rows,
+        norm_backwards,
+        losses,
+        producers,
+        products,
+        attentions,
+        weights,
+        sums,
+        masks,
+    )
 }
 
 
