@@ -28,7 +28,7 @@ _KERNELS = {
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "window": "on kernels that skip what is outside of the window",
-    "core": "on te_compile's kernels, which need no plan for each length",
+    "core": "on te_compile's kernels, which need no plan for each size",
     "sinks": "on kernels to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
 }

@@ -1,13 +1,13 @@
-"""Attention of varying length on kernels that need no plan for each.
+"""Attention of varying size on kernels that need no plan for each.
 
-cuDNN builds a plan for each length that it has not met: tens of milliseconds of the host, forward and backward
-(``python -m benchmarks.new_lengths``). Where lengths are symbols when the graph is compiled, for batches are as long as
-what is in them or prompts as they come, that is another plan for each, and attention waits for all of them. Where
-PyTorch takes flash, there is no plan, and the kernel takes 1.6 times as long as the core's
-(``python -m benchmarks.window_attention``, its last row).
+cuDNN builds a plan for each length, and each batch, that it has not met: tens of milliseconds of the host, forward and
+backward (``python -m benchmarks.new_lengths``). Where these are symbols when the graph is compiled, for batches are as
+long as what is in them, prompts as they come, or requests as many as there are, that is another plan for each, and
+attention waits for all of them. Where PyTorch takes flash, there is no plan, and the kernel takes 1.6 times as long as
+the core's (``python -m benchmarks.window_attention``, its last row).
 
-The C++ core's kernels (kernels/native_attention.py) take any length as it comes, in about cuDNN's time. They run
-``te::window_attention`` in a window that ends nowhere, or with the query itself. Where lengths are numbers they run
+The C++ core's kernels (kernels/native_attention.py) take any size as it comes, in about cuDNN's time. They run
+``te::window_attention`` in a window that ends nowhere, or with the query itself. Where sizes are numbers they run
 only what PyTorch would leave to flash, as under a cuDNN that PyTorch holds too old.
 """
 
@@ -48,7 +48,7 @@ def is_run_by_the_core(q: Any, k: Any, v: Any) -> bool:
 
 
 def varying_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_the_core) -> int:
-    """Give attention whose kernel PyTorch would choose to the core's, where its length varies or that is flash; returns
+    """Give attention whose kernel PyTorch would choose to the core's, where its size varies or that is flash; returns
     how many. The plan's linears must have been selected."""
     if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
         return 0
@@ -74,4 +74,5 @@ def _is_left_to_pytorch(attention: Attention, graphs: dict[int, dict[Node, str]]
     node: Any = attention.node
     if not is_ordinary(attention, graphs) or attention.kernel or not is_plain(node):
         return False
-    return not isinstance(value_of(node).shape[2], int) or takes_flash_first()
+    batch, _, length, _ = value_of(node).shape
+    return not (isinstance(batch, int) and isinstance(length, int)) or takes_flash_first()

@@ -1,4 +1,4 @@
-"""Attention of varying length, or left to flash, becomes te::window_attention with no window; anything else stays."""
+"""Attention of varying size, or left to flash, becomes te::window_attention with no window; anything else stays."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def a_cudnn_that_pytorch_may_hold_too_old(
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
 
 
-def packed(length: int = LENGTH, dynamic: bool = True) -> Tensor:
-    """What one projection writes, [B, S, 3 · 4 · D]."""
+def packed(length: int = LENGTH, dynamic: bool = True, dim: int = 1) -> Tensor:
+    """What one projection writes, [B, S, 3 · 4 · D]; ``dim`` is the dynamic one."""
     x = torch.randn(2, length, 3 * 4 * WIDTH)
     if dynamic:
-        torch._dynamo.mark_dynamic(x, 1)
+        torch._dynamo.mark_dynamic(x, dim)
     return x
 
 
@@ -91,7 +91,13 @@ def test_attention_of_a_length_that_varies_goes_to_the_core(causal: bool, shared
     (attention,) = plan.attentions
     assert attention.kernel == "core" and attention.node is call
     row = AttentionRow("attn", "sdpa", mask=attention.mask, kernel=attention.kernel)
-    assert "on te_compile's kernels, which need no plan for each length" in row.detail
+    assert "on te_compile's kernels, which need no plan for each size" in row.detail
+
+
+def test_attention_of_a_batch_that_varies_goes_to_the_core() -> None:
+    count, gm, plan = passed(partial(attend, is_causal=True), packed(dim=0))
+    assert count == 1 and [each.kernel for each in plan.attentions] == ["core"]
+    assert any(node.target is WINDOW_ATTENTION for node in gm.graph.nodes)
 
 
 def test_what_would_be_flash_goes_there_whatever_its_length() -> None:
@@ -104,7 +110,7 @@ def test_what_would_be_flash_goes_there_whatever_its_length() -> None:
 # ---------------------------------------------------------------------------------------------------------------- stays
 
 
-def test_a_length_that_is_known_stays() -> None:
+def test_sizes_that_are_known_stay() -> None:
     assert stays(attend, packed(dynamic=False))
 
 
@@ -180,13 +186,16 @@ class Block(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def test_one_graph_trains_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sizes", [[(2, 24), (2, 17), (2, 40), (2, 5)], [(2, 24), (3, 24), (7, 24)]], ids=["lengths", "batches"]
+)
+def test_one_graph_trains_at_every_size(sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "varying_attentions", partial(varying_attentions, runs=lambda q, k, v: True))
     model = Block()
     fast = compiled(model, dynamic=True, exclude=["*"], cost_model=False)
     with manager.recording() as records:
-        for length in (24, 17, 40, 5):
-            x = torch.randn(2, length, 64)
+        for size in sizes:
+            x = torch.randn(*size, 64)
             got, wanted = fast(x), model(x)
             dy = torch.randn_like(got)
             pairs = zip(*(torch.autograd.grad(y, list(model.parameters()), dy) for y in (got, wanted)), strict=True)
