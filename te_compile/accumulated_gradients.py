@@ -27,6 +27,7 @@ _NODE, _LEAF = "CompiledFunctionBackward", "AccumulateGrad"  # AOTAutograd's bac
 _DOUBLE = "_double_backward"  # AOTAutograd's backward, where that is differentiated in turn
 _BACKWARD = "backward"  # and where it is not
 _PLAIN = (nn.Parameter, Tensor)
+_HOLDERS = 2  # of a gradient: its parameter, and Python. Another one is autograd, which saved it for a backward to come
 
 
 def gradient_to_add_to(
@@ -192,4 +193,5 @@ def _fits(gradient: Tensor, size: Sequence[int], dtype: torch.dtype, device: tor
         and not gradient.is_inference()
         and gradient.data_ptr() % ALIGNMENT == 0
         and gradient.data_ptr() != 0
+        and gradient._use_count() <= _HOLDERS  # type: ignore[attr-defined]
     )

@@ -32,7 +32,7 @@ from te_compile.options import Options
 from te_compile.passes import DIRECTION_PASSES, JOINT_PASSES, NOT_IN_CUDA_GRAPHS, TO_SAVE_MEMORY, GraphPass
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.manager import Compilation
-from te_compile.passes.memory import autograd_is_compiled
+from te_compile.passes.memory import autograd_is_compiled, tags_count
 from te_compile.passes.overwrite_logits import keep_read_logits, overwrite_logits
 from te_compile.passes.step_cost import asked_of_inductor, replays_cuda_graphs
 from te_compile.prepared_kernels import KernelsAhead, TimedTiles
@@ -70,6 +70,11 @@ class Passes(CustomGraphPass):
             users(graph)
         for each in self.passes:
             self.compilation.run(each.__name__, partial(each, graph), graph)
+
+    def __deepcopy__(self, memo: object) -> Passes:
+        """Itself: graphs cannot be copied, and Inductor copies its whole configuration where something is compiled while
+        a graph is traced, as PyTorch's ``scan`` does."""
+        return self
 
     def uuid(self) -> Any:
         """What the result depends on besides the graph; None, for "cache nothing", if a user's pass does not say."""
@@ -156,7 +161,7 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], options: Options, compilati
         buffers.stop_lending()
     patches[_DIRECTION] = Passes(direction_passes(options), compilation, _taken(patches, _DIRECTION))
     tell_inductor()
-    with short_texts():
+    with short_texts(), tags_count():
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     kernels.order_later()
     return compiled
@@ -191,7 +196,8 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
         decompositions=_drawing_as_eager_does(),
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, list(inputs))
+    with tags_count():
+        return compiler(gm, list(inputs))
 
 
 def _return_no_views(graph: Graph) -> None:

@@ -128,7 +128,8 @@ class _Record:
         self.known = None, None
         self.met_again = False  # was the version before this one used more than once?
         self.counter = {"steps": 0}  # of optimizers that have one of the weights
-        self.make: Callable[..., Outputs] = _replayed.site()
+        self.make: Callable[..., tuple[Tensor, ...]] = _replayed.site()
+        self.scales: Tensor | None = None  # that the last copies were cast by, as far as these came from states
         self.rows: tuple[list[Tensor], list[Tensor]] = [], []  # of these states those of the weights
 
     @property
@@ -172,7 +173,7 @@ class CopiesOfGroup:
         is_captured = self.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
         record = None if is_captured else self._record(weights, states)
         if record is None:
-            return self._chosen(self._quantized(_by_operators, weights, self._rows(states)))
+            return self._chosen(self._quantized(_by_operators, weights, self._rows(states))[0])
         key = self._key(record, weights, states)
         kept = record.kept_for(key)
         if kept is None:
@@ -238,7 +239,11 @@ class CopiesOfGroup:
     # --- making copies ---
 
     def _renewed(self, record: _Record, key: Key, weights: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-        """Quantise, and keep the copies if that promises to pay."""
+        """Quantise, and keep the copies if that promises to pay.
+
+        Of one version all copies are cast by one scale, kept or not: a step's calls then mean the same, and so do those
+        of a training that was saved and goes on where nobody has met a version twice yet.
+        """
         again = record.known[0] == key
         keeps = self.group.layout.lasting or self.in_place or again or record.met_again
         record.met_again = again
@@ -250,11 +255,15 @@ class CopiesOfGroup:
             if not again:
                 self._free_old_copies_elsewhere(weights[0])
             # What is padded lies elsewhere each time, and what is replayed knows its weights by their addresses.
-            outputs = self._quantized(copies_of if self.pads else record.make, weights, rows)
+            if again and record.scales is not None:
+                outputs = self._quantized_again(weights, record.scales)
+            else:
+                make = copies_of if self.pads else record.make
+                outputs, record.scales = self._quantized(make, weights, rows)
             cut_off = self._cuts_off(outputs, rows)
             if cut_off and self.gives_amaxes:
                 rows = None
-                outputs = self._quantized(copies_of, weights, rows)
+                outputs, record.scales = self._quantized(copies_of, weights, rows)
             inputs = self._chosen(outputs)
             kept = _Kept(outputs, inputs, self._refresher(outputs, weights, rows), states) if keeps else None
             if kept is not None:
@@ -311,12 +320,26 @@ class CopiesOfGroup:
             warnings.warn(_CUT_OFF.format(times=times, weights=len(rows)), stacklevel=2)
         return times > ROUNDED_DOWN
 
-    def _quantized(self, make: Callable[..., Outputs], weights: Sequence[Tensor], rows: list[Tensor] | None) -> Outputs:
+    def _quantized(
+        self, make: Callable[..., tuple[Tensor, ...]], weights: Sequence[Tensor], rows: list[Tensor] | None
+    ) -> tuple[Outputs, Tensor | None]:
+        """The copies, and the scales of ``rows`` that they were cast by."""
         layout, chosen = self.group.layout, self.group.implementations
         flags = list(layout.rowwise), list(layout.columnwise)
         how = (layout.rule.text(), chosen["snapshot"], chosen["quantize_weights"])
         with torch.no_grad():
-            return make(layout.padded(weights), rows, layout.dtype, *flags, *how)
+            codes, transposed, amax, scale_inv, *scales = make(layout.padded(weights), rows, layout.dtype, *flags, *how)
+        return (codes, transposed, amax, scale_inv), scales[0] if scales else None
+
+    def _quantized_again(self, weights: Sequence[Tensor], scales: Tensor) -> Outputs:
+        """The copies once more, by the scales of the first time, some of which may have been missing."""
+        layout, implementation = self.group.layout, self.group.implementations["quantize_weights"]
+        flags = list(layout.rowwise), list(layout.columnwise)
+        with torch.no_grad(), calibration.expected():
+            outputs: Outputs = QUANTIZE_WEIGHTS(
+                layout.padded(weights), scales, layout.dtype, *flags, layout.rule.text(), implementation
+            )
+        return outputs
 
     def _chosen(self, outputs: Outputs) -> list[Tensor]:
         return [outputs[i] for i in self.group.inputs]
@@ -333,11 +356,11 @@ class CopiesOfGroup:
                         record.known = None, None
 
 
-def _by_operators(matrices: list[Tensor], rows: list[Tensor] | None, *how: Any) -> Outputs:
-    """:func:`copies_of` through PyTorch's dispatcher, which knows what to do with fake tensors and subclasses."""
+def _by_operators(matrices: list[Tensor], rows: list[Tensor] | None, *how: Any) -> tuple[Tensor, ...]:
+    """What :func:`copies_of` does, by PyTorch's dispatcher, which knows what to do with fake tensors and subclasses."""
     *quantize, snapshot, implementation = how
     scales = None if rows is None else SNAPSHOT(rows, snapshot)
-    outputs: Outputs = QUANTIZE_WEIGHTS(matrices, scales, *quantize, implementation)
+    outputs: tuple[Tensor, ...] = QUANTIZE_WEIGHTS(matrices, scales, *quantize, implementation)
     return outputs
 
 

@@ -377,9 +377,18 @@ def test_what_autograd_saved_of_a_gradient_shows_that_it_changed(added: list[Ten
     scale = torch.ones((), requires_grad=True)
     saved = (scale * model.a.weight.grad).sum()
     backward(model, run, batch())
-    assert len(added) == 2
+    assert [gradient.shape for gradient in added] == [model.b.weight.shape]  # a's is added to by autograd, which tells
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.backward()
+
+
+def test_a_gradient_that_another_term_of_the_loss_reads_is_autograds(added: list[Tensor]) -> None:
+    def step(model: nn.Module, run: Callable[..., Any], x: Tensor) -> None:
+        other = sum((p * p.grad).sum() for p in model.parameters())
+        (run(x).square().mean() + 0.1 * other).backward()
+
+    both_ways(step)
+    assert not added
 
 
 def test_a_change_is_told_to_autograd() -> None:

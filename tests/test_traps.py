@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -158,6 +159,22 @@ def test_a_recomputed_forward_reads_the_scales_of_the_first(protected: bool, mon
     fast = compiled(Recomputed(twin))
     got = [train_step(twin, fast, batch)[1] for batch in batches]
     assert all(same(one, other) for one, other in zip(got, expected, strict=True)) is protected
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_memory_budget_of_nothing_saves_the_scales(compiler: str) -> None:
+    """The partitioner then saves what the graph got and looks at no tag; scales of after the update would be read."""
+    steps = []
+    model = Model()
+    for budget in (1.0, 0.0):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        twin = copy.deepcopy(model)
+        with functorch_config.patch(activation_memory_budget=budget):
+            fast = compiled(twin, compiler=compiler)
+            steps.append([train_step(twin, fast, batch)[1] for batch in growing()])
+            assert functorch_config.activation_memory_budget == budget
+    assert all(same(one, other) for one, other in zip(*steps, strict=True))
 
 
 def test_recomputation_does_not_update_the_state_twice() -> None:

@@ -128,10 +128,14 @@ def copies_of(
     rule: str,
     snapshot: str,
     implementation: str,
-) -> Outputs:
-    """``te::quantize_weights`` by the scales that stand in ``rows`` of states, [1, 2 + L] each; None: by its own amax.
+) -> tuple[Tensor, ...]:
+    """``te::quantize_weights`` by the scales that stand in ``rows`` of states, [1, 2 + L] each, and these scales, fp32
+    [n]; by its own amax if rows is None, and then nothing more.
 
     snapshot: what runs te::snapshot, which reads them.
     """
-    scales = None if rows is None else registry.function_of("snapshot", snapshot)(rows)
-    return _quantize_weights(weights, scales, dtype, rowwise, columnwise, rule, implementation)
+    how = dtype, rowwise, columnwise, rule, implementation
+    if rows is None:
+        return _quantize_weights(weights, None, *how)
+    scales = registry.function_of("snapshot", snapshot)(rows)
+    return *_quantize_weights(weights, scales, *how), scales

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from te_compile.ops import registry
 from te_compile.ops.registry import Target
 from te_compile.ops.weight_refresh import Layout
-from te_compile.passes.captured_nodes import storage_of, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import guards_of, storage_of, value_of, wrapped_kind
 from te_compile.passes.weight_expressions import Matrix
 
 OUTPUTS = ("codes", "transposed", "amax", "scale_inv")
@@ -65,9 +65,7 @@ def offset_in_parameter(matrix: Matrix, parameter: Any) -> int | None:
 
 def _is_sharded(placeholder: Node) -> bool:
     """Does the parameter belong to a module that FSDP manages?"""
-    source = getattr(placeholder, "_dynamo_source", None)
-    guards = getattr(source, "guard_source", None)
-    guards = guards() if callable(guards) else guards
+    guards = guards_of(placeholder)
     return guards is not None and bool(guards.is_fsdp_module())
 
 

@@ -163,3 +163,10 @@ def writes(node: Node) -> bool:
 
 def _nodes_in(argument: Any) -> list[Node]:
     return [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Node)]
+
+
+def guards_of(placeholder: Node) -> Any:
+    """Whose it is, in Dynamo's words (a ``GuardSource``): a module's or somebody else's; None if nobody noted it."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    guards = getattr(source, "guard_source", None)
+    return guards() if callable(guards) else guards

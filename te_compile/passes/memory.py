@@ -14,12 +14,18 @@ pass, and saved. It is made anew in order not to be: it must stay in the backwar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch._functorch import config as functorch_config
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_compile.passes.arguments import is_te
 from te_compile.passes.prune_outputs import PRODUCERS
+
+_LEAST_BUDGET = 1e-9  # of the memory that activations would take: as good as none
 
 
 def is_tangent(node: Node) -> bool:
@@ -30,6 +36,17 @@ def is_tangent(node: Node) -> bool:
 def autograd_is_compiled() -> bool:
     """Will compiled autograd run the backward passes of what is compiled now, as far as that can be known?"""
     return bool(torch._dynamo.config.compiled_autograd)
+
+
+@contextmanager
+def tags_count() -> Iterator[None]:
+    """In here the partitioner reads the tags of :func:`tag_memory` whatever the user's memory budget is.
+
+    At a budget of exactly 0 it saves what the graph got, and looks at nothing else.
+    """
+    budget = functorch_config.activation_memory_budget
+    with functorch_config.patch(activation_memory_budget=budget or _LEAST_BUDGET):
+        yield
 
 
 def tag_memory(graph: Graph) -> int:

@@ -47,12 +47,34 @@ _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _SAME_VALUES = {
     "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
     "getitem", "bfloat16", "half", "double", "movedim", "unflatten", "t", "T", "mT", "detach", "clone", "stack",
+    "swapaxes", "swapdims", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "index_select", "gather",
+    "take_along_dim", "masked_select", "cat", "concat", "concatenate", "reshape_as", "view_as", "type_as", "ravel",
 }  # fmt: skip
 _ARITHMETIC = {
     "add", "sub", "mul", "div", "truediv", "neg", "clamp", "tanh", "masked_fill", "where", "iadd", "isub", "imul",
     "itruediv",
 }  # fmt: skip
-_ROUTING = {"topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax"}
+_ROUTING = {
+    "topk",
+    "sigmoid",
+    "softmax",
+    "log_softmax",
+    "one_hot",
+    "scatter",
+    "sort",
+    "argmax",
+    "logsigmoid",
+    "log_sigmoid",
+    "softplus",
+    "exp",
+    "log",
+    "sqrt",
+    "square",
+    "pow",
+    "normalize",
+    "layer_norm",
+    "rms_norm",
+}
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
 
@@ -93,6 +115,14 @@ def _are_still_logits(node: Node) -> bool:
 
 def _is_loss(node: Node) -> bool:
     return node.target in _LOSSES or _name(node) in _ATEN_LOSSES
+
+
+def _enters_loss(node: Node) -> bool:
+    """Are the logits ``node`` read by a loss, or by a softmax whose logarithm is taken?"""
+    reached = list(_reached(node, _are_still_logits))
+    chances = [each for each in reached if _name(each) == "softmax"]
+    logarithms = (_name(user) == "log" for each in chances for user in _reached(each, _keeps_values))
+    return any(map(_is_loss, reached)) or any(logarithms)
 
 
 def _picks(node: Node) -> bool:
@@ -161,7 +191,7 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
         why = "its weight is tied to an embedding"
     elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
         why = f"its name ends in {last!r}"
-    elif any(_is_loss(user) for user in _reached(site.node, _are_still_logits)):
+    elif _enters_loss(site.node):
         why = "its result goes into the loss"
     elif not _is_returned(site):
         return None

@@ -29,7 +29,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
-from te_compile.passes.captured_nodes import argument, called, storage_of, value_of, wrapped_kind, written_by
+from te_compile.passes.captured_nodes import argument, called, guards_of, storage_of, value_of, wrapped_kind, written_by
 from te_compile.passes.einsum_letters import adds_nothing_up
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
@@ -42,7 +42,7 @@ PLAIN_TENSORS = "give it plain tensors for FP8, as FSDP around compiled blocks d
 
 TRANSPOSITIONS = {"T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute"}
 _MOST_NODES = 64  # that are copied for one weight
-_HELD = re.compile(r"\._buffers\[|^G\[|\.[A-Za-z_]\w*$")  # sources of tensors that a model holds and is not called with
+_HELD = re.compile(r"\._buffers\[|^G\[|\.[A-Za-z_]\w*$")  # sources of tensors that somebody holds
 _MATRIX_PRODUCTS = {"linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum"}
 _PRODUCTS = _MATRIX_PRODUCTS | {
     "bilinear", "conv1d", "conv2d", "conv3d", "multi_head_attention_forward", "scaled_dot_product_attention",
@@ -271,7 +271,11 @@ def is_held_by_the_model(placeholder: Node) -> bool:
     if source is None or not isinstance(value_of(placeholder), Tensor):
         return False
     name = source.name() if callable(source.name) else source.name
-    return _HELD.search(name) is not None
+    if _HELD.search(name) is None:
+        return False
+    guards = guards_of(placeholder)
+    # An attribute may be that of a dataclass or of a cache that the model is called with.
+    return name.startswith("G[") or guards is None or guards.is_fsdp_module() or "NN_MODULE" in guards.name
 
 
 def _under_autocast(graph: Graph) -> Iterator[Node]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from te_compile import state
@@ -176,6 +177,15 @@ def test_passes_of_the_users_own_run_as_well(place: str, for_the_process: bool) 
     assert noted.graphs == (1 if place == "joint_custom_pre_pass" else 2)
     names = [record.name for record in records[0].passes]
     assert "choose_implementations" in names and names.count("read_scales_in_place") == 2
+
+
+def test_inductors_configuration_can_be_copied_while_it_holds_our_passes() -> None:
+    """As it is where something is compiled while a graph is traced; a compilation holds graphs and fake tensors."""
+    with FakeTensorMode():
+        compilation: Any = SimpleNamespace(recipe="", options="", tensor=torch.empty(3))
+    passes = JointPasses(compilation, Options())
+    with inductor_config.patch(joint_custom_pre_pass=passes):
+        assert inductor_config.get_config_copy()["joint_custom_pre_pass"] is passes
 
 
 def test_a_users_pass_that_does_not_say_what_it_is_keeps_the_caches_out() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,6 +151,12 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "without some": lambda logits: logits.masked_fill(torch.arange(48) > 40, float("-inf")),
     "wider": lambda logits: logits.double(),
     "turned twice": lambda logits: logits.T.mT,
+    "turned and back": lambda logits: logits.swapaxes(0, 1).swapdims(0, 1),
+    "in two parts": lambda logits: torch.cat(logits.chunk(2)),
+    "in parts": lambda logits: torch.cat([part.float() for part in logits.split(5)]),
+    "row by row": lambda logits: torch.stack(logits.unbind()),
+    "some rows": lambda logits: logits.narrow(0, 0, 10),
+    "rows by number": lambda logits: logits.index_select(0, torch.arange(10)),
 }
 
 
@@ -162,6 +169,17 @@ def test_a_head_whose_logits_are_changed_before_the_loss(how: str) -> None:
 
     site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
     assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_logarithm_of_its_softmax() -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return -fc(x).softmax(-1).gather(-1, target[:, None]).log().mean()
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+    assert verdict(lambda x: fc(x).exp().log1p(), torch.randn(10, 32)).status == "fp8"
 
 
 def test_a_head_by_the_loss_that_is_spelled_out() -> None:
@@ -249,6 +267,29 @@ def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(nam
     assert plan.sites[-1].cause is Cause.RULE and f"from its {name!r}" in plan.sites[-1].reason
 
 
+class Batch(NamedTuple):
+    """What a caller may put its inputs into."""
+
+    ids: Tensor
+
+
+@dataclass
+class OtherBatch:
+    """The same."""
+
+    ids: Tensor
+
+
+@pytest.mark.parametrize("kind", [Batch, OtherBatch, lambda ids: SimpleNamespace(ids=ids)])
+def test_words_may_come_in_an_object(kind: Callable[[Tensor], Any]) -> None:
+    class OfObjects(Untied):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.ids)
+
+    plan = planned(OfObjects(48, out=nn.Linear(32, 48)), kind(torch.randint(0, 48, (2, 5))))
+    assert [site.status for site in plan.sites] == ["fp8", "kept"] and "vocabulary" in plan.sites[1].reason
+
+
 def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
     model, ids = Untied(48, out=nn.Linear(32, 48)), torch.randint(0, 48, (2, 5))
     plan = planned(model, ids)
@@ -293,6 +334,13 @@ ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "above the least of the largest": lambda scores: scores >= scores.kthvalue(31, dim=-1, keepdim=True).values,
     "drawn with a gradient": lambda scores: F.gumbel_softmax(scores, hard=True),
     "drawn": lambda scores: torch.multinomial(scores.softmax(-1), 2),
+    "by the root of a softplus": lambda scores: F.softplus(scores).sqrt().topk(2).indices,
+    "by a softmax that is spelled out": lambda scores: (scores - scores.amax(-1, keepdim=True)).exp().topk(2).indices,
+    "by a logarithm": lambda scores: F.logsigmoid(scores).topk(2).indices,
+    "by a direction": lambda scores: F.normalize(scores, dim=-1).topk(2).indices,
+    "normalised": lambda scores: F.layer_norm(scores, (32,)).softmax(-1).topk(2).indices,
+    "turned": lambda scores: scores.swapaxes(0, 1).softmax(0).swapaxes(0, 1).topk(2).indices,
+    "a softmax for each group": lambda scores: torch.cat([s.softmax(-1) for s in scores.chunk(2, -1)], -1).topk(2)[1],
 }
 
 
