@@ -72,8 +72,8 @@ class Passes(CustomGraphPass):
             self.compilation.run(each.__name__, partial(each, graph), graph)
 
     def __deepcopy__(self, memo: object) -> Passes:
-        """Itself: graphs cannot be copied, and Inductor copies its whole configuration where something is compiled while
-        a graph is traced, as PyTorch's ``scan`` does."""
+        """Itself: graphs cannot be copied, and Inductor copies its configuration where something is compiled while a
+        graph is traced, as PyTorch's ``scan`` does."""
         return self
 
     def uuid(self) -> Any:

@@ -124,7 +124,8 @@ size_t bytes_of_l2() {
 
 /// b for repetitions. A model has read all its other weights since it read this one, which therefore comes from memory,
 /// where repetitions of a small product would find it in the L2: of few rows the fastest algorithm is then another one.
-/// So repetitions take copies in turn, more than the L2 holds. Without memory for them, and for products that do not fit
+/// So repetitions take copies in turn, more than the L2 holds. Nor does a product begin while another one ends, as
+/// products in a row may: something else runs in between, as in a model. Without memory for them, and for products that do not fit
 /// into the L2, b itself serves all.
 class SecondFactors {
  public:
@@ -132,7 +133,7 @@ class SecondFactors {
       : b_(gemm.b),
         stride_((extent(gemm.n, gemm.k, gemm.ldb, gemm.b_dtype) + kAligned - 1) / kAligned * kAligned),
         copies_(copies_for(gemm, stride_)),
-        memory_(copies_ * stride_) {
+        memory_(copies_ == 0 ? 0 : copies_ * stride_ + kAligned) {
     const size_t bytes = extent(gemm.n, gemm.k, gemm.ldb, gemm.b_dtype);
     for (size_t copy = 0; memory_.get() != nullptr && copy < copies_; ++copy) {
       check_cuda(cudaMemcpyAsync(at(copy), b_, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(gemm.stream)),
@@ -141,6 +142,13 @@ class SecondFactors {
   }
 
   const void* next() { return memory_.get() == nullptr ? b_ : at(turn_++ % copies_); }
+
+  /// Something that is no product, which comes between two.
+  void separate(void* stream) const {
+    if (memory_.get() == nullptr) return;
+    check_cuda(cudaMemsetAsync(at(copies_), 0, kAligned, static_cast<cudaStream_t>(stream)),
+               "te_cublaslt_gemm: separating products");
+  }
 
   /// How many repetitions tell the time.
   int launches() const { return memory_.get() == nullptr ? kLaunches : static_cast<int>(copies_); }
@@ -182,6 +190,7 @@ bool time_suggestions(lt::Context* context, Plan& plan, const te_gemm& gemm, con
   te_gemm repeated = gemm;
   const auto run = [&](size_t which) {
     repeated.b = factors.next();
+    factors.separate(gemm.stream);
     return plan.run(context, which, repeated, d, workspace.memory, workspace.bytes) == lt::kSuccess;
   };
   plan.chosen =

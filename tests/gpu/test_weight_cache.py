@@ -58,13 +58,14 @@ def fast_on_gpu(model: nn.Module, **options: Any) -> Any:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever copies are made from nothing."""
     counted: list[int] = []
-    original = weight_cache.CopiesOfGroup._quantized
+    for name in ("_quantized", "_quantized_again"):
+        original = getattr(weight_cache.CopiesOfGroup, name)
 
-    def quantized(*args: Any) -> Any:
-        counted.append(1)
-        return original(*args)
+        def quantized(*args: Any, original: Any = original) -> Any:
+            counted.append(1)
+            return original(*args)
 
-    monkeypatch.setattr(weight_cache.CopiesOfGroup, "_quantized", quantized)
+        monkeypatch.setattr(weight_cache.CopiesOfGroup, name, quantized)
     return counted
 
 
@@ -146,11 +147,13 @@ def test_copies_that_each_step_makes_anew_are_replayed_and_the_same(
     records: list[weight_cache._Record] = []
     original = weight_cache.CopiesOfGroup._quantized
 
-    def quantized(copies: Any, make: Any, weights: Any, rows: Any) -> Outputs:
-        outputs = original(copies, make, weights, rows)
-        made.append((outputs, original(copies, copies_of, weights, rows)))
+    def quantized(copies: Any, make: Any, weights: Any, rows: Any) -> tuple[Outputs, Any]:
+        outputs, scales = original(copies, make, weights, rows)
+        again, scales_again = original(copies, copies_of, weights, rows)
+        made.append((outputs, again))
+        assert recipe == "current" or torch.equal(scales, scales_again)
         records[:] = copies.records.values()
-        return outputs
+        return outputs, scales
 
     monkeypatch.setattr(weight_cache.CopiesOfGroup, "_quantized", quantized)
     model = on_gpu()
