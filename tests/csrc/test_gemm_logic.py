@@ -20,6 +20,7 @@ CHECKS = [
     "accumulation",
     "addend",
     "timing",
+    "cold",
     "capture",
     "lengths",
     "refusals",

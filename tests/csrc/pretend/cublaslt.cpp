@@ -126,6 +126,7 @@ lt::Status cublasLtMatmul(lt::Context*, lt::Product* product, const void* alpha,
   if (which == 2) return lt::kNotSupported;
   ++pretend.products;
   pretend.last_algorithm = which;
+  pretend.factors.insert(a);  // our second factor is the library's first
   pretend.clock += pretend.times[which];
 
   // op(A) is [m, k] with A [k, m] transposed, op(B) is B [k, n].

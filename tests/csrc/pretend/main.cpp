@@ -33,7 +33,7 @@ cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "a pretended error"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : attribute == cudaDevAttrL2CacheSize ? pretend.l2 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
@@ -54,6 +54,10 @@ cudaError_t cudaFree(void* memory) {
 }
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
@@ -275,6 +279,34 @@ void timing() {
   one.gemm.candidates = 1;
   one.run();
   expect(pretend.last_algorithm == 0 && pretend.products == products + 4, "one candidate: the first, untimed");
+}
+
+/// The second factors that a product of so many rows was run with, its own left out, in a time of its own.
+std::set<const void*> others_than_its_own(int64_t m, const char* what) {
+  Case one(m);
+  pretend.factors.clear();
+  const int blocks = pretend.allocated;
+  one.run();
+  one.expect_result([&](int64_t i, int64_t j) { return one.product(i, j); }, what);
+  expect(pretend.allocated <= blocks + 1, "nothing but the workspace stays allocated");
+  expect(pretend.factors.erase(one.b.data()) == 1, "the product itself is run with its own");
+  return pretend.factors;
+}
+
+void cold() {
+  constexpr int kBytes = kN * kLdb;  // of the second factor, and some for its padding
+  pretend.l2 = 1 << 16;
+  const auto copies = others_than_its_own(5, "a product that fits into the L2");
+  expect(copies.size() * kBytes > static_cast<size_t>(pretend.l2), "is timed with more copies than that holds");
+  expect(pretend.last_algorithm == 1, "and the fastest suggestion is taken");
+  expect(others_than_its_own(5, "it is timed once").empty(), "and then run as it is");
+  pretend.l2 = kBytes + 6 * kLda;
+  expect(others_than_its_own(6, "a product that does not fit").empty(), "comes out of memory as it is");
+  pretend.l2 = 1 << 30;
+  expect(others_than_its_own(7, "a large L2").size() == 32, "is not filled without end");
+  pretend.out_of_memory = true;
+  expect(others_than_its_own(8, "a product without memory for copies").empty(), "is timed as it is");
+  expect(pretend.last_algorithm == 1, "all the same");
 }
 
 void capture() {
@@ -521,7 +553,7 @@ void one_file_at_once() {
 int main(int count, char** arguments) {
   const std::map<std::string, void (*)()> checks = {
       {"numbers", numbers},           {"bias", bias},     {"gelu", gelu},       {"bias_gradient", bias_gradient},
-      {"accumulation", accumulation}, {"timing", timing}, {"capture", capture}, {"lengths", lengths},
+      {"accumulation", accumulation}, {"timing", timing}, {"cold", cold}, {"capture", capture}, {"lengths", lengths},
       {"refusals", refusals},         {"addend", addend}, {"prepared", prepared},
       {"prepared_alignment", prepared_alignment}, {"prepared_otherwise", prepared_otherwise},
       {"prepared_threads", prepared_threads}, {"one_file", one_file}, {"one_file_at_once", one_file_at_once}};
