@@ -193,5 +193,5 @@ def _fits(gradient: Tensor, size: Sequence[int], dtype: torch.dtype, device: tor
         and not gradient.is_inference()
         and gradient.data_ptr() % ALIGNMENT == 0
         and gradient.data_ptr() != 0
-        and gradient._use_count() <= _HOLDERS  # type: ignore[attr-defined]
+        and getattr(gradient, "_use_count", lambda: _HOLDERS)() <= _HOLDERS
     )

@@ -325,21 +325,22 @@ class CopiesOfGroup:
     ) -> tuple[Outputs, Tensor | None]:
         """The copies, and the scales of ``rows`` that they were cast by."""
         layout, chosen = self.group.layout, self.group.implementations
-        flags = list(layout.rowwise), list(layout.columnwise)
-        how = (layout.rule.text(), chosen["snapshot"], chosen["quantize_weights"])
+        by = chosen["snapshot"], chosen["quantize_weights"]
         with torch.no_grad():
-            codes, transposed, amax, scale_inv, *scales = make(layout.padded(weights), rows, layout.dtype, *flags, *how)
+            codes, transposed, amax, scale_inv, *scales = make(layout.padded(weights), rows, *self._how(), *by)
         return (codes, transposed, amax, scale_inv), scales[0] if scales else None
 
     def _quantized_again(self, weights: Sequence[Tensor], scales: Tensor) -> Outputs:
         """The copies once more, by the scales of the first time, some of which may have been missing."""
-        layout, implementation = self.group.layout, self.group.implementations["quantize_weights"]
-        flags = list(layout.rowwise), list(layout.columnwise)
+        by = self.group.implementations["quantize_weights"]
         with torch.no_grad(), calibration.expected():
-            outputs: Outputs = QUANTIZE_WEIGHTS(
-                layout.padded(weights), scales, layout.dtype, *flags, layout.rule.text(), implementation
-            )
+            outputs: Outputs = QUANTIZE_WEIGHTS(self.group.layout.padded(weights), scales, *self._how(), by)
         return outputs
+
+    def _how(self) -> tuple[torch.dtype, list[bool], list[bool], str]:
+        """What ``te::quantize_weights`` is told besides weights and scales."""
+        layout = self.group.layout
+        return layout.dtype, list(layout.rowwise), list(layout.columnwise), layout.rule.text()
 
     def _chosen(self, outputs: Outputs) -> list[Tensor]:
         return [outputs[i] for i in self.group.inputs]
@@ -357,7 +358,7 @@ class CopiesOfGroup:
 
 
 def _by_operators(matrices: list[Tensor], rows: list[Tensor] | None, *how: Any) -> tuple[Tensor, ...]:
-    """What :func:`copies_of` does, by PyTorch's dispatcher, which knows what to do with fake tensors and subclasses."""
+    """The copies of :func:`copies_of`, by PyTorch's dispatcher, which knows of fake tensors and subclasses."""
     *quantize, snapshot, implementation = how
     scales = None if rows is None else SNAPSHOT(rows, snapshot)
     outputs: tuple[Tensor, ...] = QUANTIZE_WEIGHTS(matrices, scales, *quantize, implementation)

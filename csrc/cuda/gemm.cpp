@@ -125,8 +125,8 @@ size_t bytes_of_l2() {
 /// b for repetitions. A model has read all its other weights since it read this one, which therefore comes from memory,
 /// where repetitions of a small product would find it in the L2: of few rows the fastest algorithm is then another one.
 /// So repetitions take copies in turn, more than the L2 holds. Nor does a product begin while another one ends, as
-/// products in a row may: something else runs in between, as in a model. Of a decoding step of Llama-3-8B's shape that
-/// takes 3% on an H200. Without memory for copies, and for products that do not fit into the L2, b itself serves all.
+/// products in a row may: something else runs in between, as in a model. Without memory for copies, and for products
+/// that do not fit into the L2, b itself serves all.
 class SecondFactors {
  public:
   explicit SecondFactors(const te_gemm& gemm)

@@ -2,10 +2,10 @@
 
 A step of few tokens, as in decoding, is all launches. Where no scale is known a matrix takes three, one that clears the
 amax, one that measures and one that casts, because programs cannot wait for each other. A program alone need not wait:
-it holds what it measured. Its one multiprocessor reads 64 KB in the time of a launch.
+it holds what it measured. How much it can hold before its one multiprocessor takes longer: kernels/tiles.py.
 
-z is computed as in kernels of many programs, so codes are the same to the last bit; and a norm's rows are added up as
-wide as they are in both, where there is a scale and where there is none.
+What is cast or computed element by element has the codes of kernels of many programs, to the last bit. A norm adds its
+rows up in an order of its own, so it runs here whether its scale is known or not (kernels/norm_alone.py).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def quantized(
 
 
 def number(like: Tensor, kind: str) -> Tensor:
-    """One uninitialised fp32 number [], no two of one ``kind`` in a storage that another kind has."""
+    """One uninitialised fp32 number [] on the device of ``like``; numbers of two kinds never share a storage."""
     found = _from_stock(like, kind)
     return empty(like, (), torch.float32) if found is None else found
 

@@ -32,10 +32,9 @@ from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.norm_alone import norm_quantize_alone
-from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
+from te_compile.kernels.norm_rows import LONGEST_ROW, RowNorm, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
     OTHERS,
-    TRITON_DTYPES,
     fp8_words,
     largest_of_four,
     must_measure,
@@ -240,16 +239,12 @@ def norm_quantize(
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
     centred, offset = kind in CENTRED, WEIGHT_OFFSET.get(kind, 0.0)
+    norm = RowNorm(weight, bias, eps, y_dtype, rounding, offset, centred)
     whole = alone(rows, columns)
     if whole and not tile and (scale is None or not columnwise):
-        return norm_quantize_alone(
-            x, weight, bias, eps, scale, dtype, rowwise, columnwise, emit, rule,
-            y_dtype, rounding, offset, centred, whole,
-        )  # fmt: skip
+        return norm_quantize_alone(x, norm, scale, dtype, rowwise, columnwise, emit, rule, whole)
     if not (columnwise or tile) and scale is not None and columns <= LONGEST_ROW:
-        y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(
-            x, weight, bias, eps, scale, dtype, rowwise, emit, rule, measure, y_dtype, rounding, offset, centred
-        )
+        y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(x, norm, scale, dtype, rowwise, emit, rule, measure)
         return y, q, buffers.empty(x, (0,), dtype), amax, scale_inv, mean, rstd
     what = ("norm_quantize", kind, y_dtype, dtype, rowwise, columnwise, emit, scale is None)
     tile = tile or choose(_tile(rows), lambda: Work([x], what, OTHERS if rows > FEW_ROWS else ()))
@@ -268,8 +263,7 @@ def norm_quantize(
             _norm_kernel, grid,
             x, weight, bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
             rows, columns, padded(rows), x.stride(0),
-            Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
-            OFFSET=offset, CENTRE=centred, MEASURING=measuring, MEASURED=measure,
+            **norm.constants(), MEASURING=measuring, MEASURED=measure,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise, COLUMNWISE=columnwise,
             TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps,

@@ -15,9 +15,8 @@ from te_compile.kernels import buffers
 from te_compile.kernels.alone import scale_of_all
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.norm_rows import load_parameters, load_rows, normalised, off_centre
+from te_compile.kernels.norm_rows import RowNorm, load_parameters, load_rows, normalised, off_centre
 from te_compile.kernels.quantize import (
-    TRITON_DTYPES,
     fp8_codes,
     largest_of,
     magnitude,
@@ -79,19 +78,13 @@ def _norm_alone_kernel(
 
 def norm_quantize_alone(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: RowNorm,
     scale: Tensor | None,
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
     emit: bool,
     rule: ScaleRule,
-    y_dtype: torch.dtype,
-    rounding: torch.dtype | None,
-    offset: float,
-    centred: bool,
     tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, q, qᵀ, amax, 1 / scale, mean and rstd of x [M, K], rows contiguous, of which ``tile`` holds all; what was not
@@ -99,16 +92,15 @@ def norm_quantize_alone(
     rows, columns = x.shape
     with on_device_of(x):
         q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise, cleared=False)
-        y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
-        mean = buffers.empty(x, (rows, 1) if centred else (0,), torch.float32)
+        y = buffers.empty(x, (rows, columns) if emit else (0,), norm.y_dtype)
+        mean = buffers.empty(x, (rows, 1) if norm.centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
         target, epsilon, power_2 = rule_constants(rule, dtype)
         launch(
             _norm_alone_kernel, 1,
-            x, weight, bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
-            rows, columns, padded(rows), x.stride(0), eps,
-            Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
-            OFFSET=offset, CENTRE=centred, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
+            x, norm.weight, norm.bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
+            rows, columns, padded(rows), x.stride(0), norm.eps,
+            **norm.constants(), TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise, COLUMNWISE=columnwise,
             PADDING=_PADDING, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
         )  # fmt: skip

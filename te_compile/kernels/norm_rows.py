@@ -29,6 +29,8 @@ Rows in two tiles have no registers left to wait with: there, early parameters m
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -56,6 +58,27 @@ _ELEMENTS = 4096  # of a program, if a row is no longer
 _PER_THREAD = 64
 _LONGEST_TILE_ALONE = 2048  # columns
 _SHARING = range(4096, 16385)  # columns of tiles of which a program takes two if there is a bias
+
+
+class RowNorm(NamedTuple):
+    """What a norm does to rows of K elements.
+
+    weight, bias: [K], contiguous, or None. y_dtype: what it rounds to. rounding: what x · rstd is rounded to before the
+    weight meets it; offset: what is added to the weight; centred: does the mean go?
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    y_dtype: torch.dtype
+    rounding: torch.dtype | None
+    offset: float
+    centred: bool
+
+    def constants(self) -> dict[str, Any]:
+        """The same as constants of a kernel."""
+        rounding = None if self.rounding is None else TRITON_DTYPES[self.rounding]
+        return {"Y": TRITON_DTYPES[self.y_dtype], "ROUND": rounding, "OFFSET": self.offset, "CENTRE": self.centred}
 
 
 @triton.jit
@@ -221,34 +244,26 @@ def _height(width: int, rest: int, biased: bool) -> int:
 
 def norm_quantize_rows(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: RowNorm,
     scale: Tensor,
     dtype: torch.dtype,
     rowwise: bool,
     emit: bool,
     rule: ScaleRule,
     measure: bool,
-    y_dtype: torch.dtype,
-    rounding: torch.dtype | None,
-    offset: float,
-    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, q, amax, 1 / scale, mean and rstd of x: [M, K ≤ LONGEST_ROW], rows contiguous, M > 0, on the current device.
 
-    measure: the scale may be 0. rounding: what x · rstd is rounded to before the weight meets it; offset:
-    what is added to the weight; centred: does the mean go? mean and rstd are fp32 [M, 1]; what was not asked for has
-    shape [0].
+    measure: the scale may be 0. mean and rstd are fp32 [M, 1]; what was not asked for has shape [0].
     """
     rows, columns = x.shape
     width, rest = _parts(columns)
-    height = _height(width, rest, bias is not None)
+    height = _height(width, rest, norm.bias is not None)
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
         amax, scale_inv = buffers.amax(x), buffers.empty(x, (), torch.float32)
-        y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
-        mean = buffers.empty(x, (rows, 1) if centred else (0,), torch.float32)
+        y = buffers.empty(x, (rows, columns) if emit else (0,), norm.y_dtype)
+        mean = buffers.empty(x, (rows, 1) if norm.centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
 
     target, epsilon, power_2 = rule_constants(rule, dtype)
@@ -256,10 +271,9 @@ def norm_quantize_rows(
     def run(measuring: bool) -> None:
         launch(
             _rows_kernel, triton.cdiv(rows, height),
-            x, weight, bias, scale, y, q.view(torch.uint8), amax, scale_inv, mean, rstd,
-            rows, columns, x.stride(0), eps,
-            Y=TRITON_DTYPES[y_dtype], ROUND=None if rounding is None else TRITON_DTYPES[rounding],
-            OFFSET=offset, CENTRE=centred, MEASURING=measuring, MEASURED=measure,
+            x, norm.weight, norm.bias, scale, y, q.view(torch.uint8), amax, scale_inv, mean, rstd,
+            rows, columns, x.stride(0), norm.eps,
+            **norm.constants(), MEASURING=measuring, MEASURED=measure,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise,
             ROWS=height, COLUMNS=width, REST=rest, num_warps=max(1, height * width // (32 * _PER_THREAD)),
