@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,6 +253,26 @@ def test_a_computed_weight_that_is_kept_out_is_reported_under_its_parameters_nam
     site = only_site(Made(run, 48, 32), torch.randn(5, 32))
     assert (site.name, site.form, site.features, site.status) == ("weight", form, (32, 32), "kept")
     assert "autocast" in site.reason
+
+
+@pytest.mark.parametrize("as_it_comes", [lambda w: {"w": w}, lambda w: SimpleNamespace(w=w)], ids=["dict", "object"])
+def test_what_an_object_of_the_call_adds_to_a_parameter_makes_no_weight_of_it(
+    as_it_comes: Callable[[Tensor], Any],
+) -> None:
+    """A tensor behind an attribute is the model's only if the model has the attribute."""
+
+    class Similar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.held = nn.Parameter(torch.randn(48, 32)), torch.randn(48, 32)
+
+        def forward(self, x: Tensor, batch: Any) -> Tensor:
+            given = batch["w"] if isinstance(batch, dict) else batch.w
+            return x @ (given + self.places).T + x @ (self.held + self.places).T
+
+    _, plan = regions_and_plan(Similar(), torch.randn(8, 32), as_it_comes(torch.randn(48, 32)))
+    select_linears(plan, Options())
+    assert [site.status for site in plan.sites if site.matrix is not None] == ["fp8"]
 
 
 def test_a_weight_unpacked_from_quantised_storage_is_kept() -> None:
