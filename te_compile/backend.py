@@ -33,6 +33,7 @@ from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
+from te_compile.passes.masked_attentions import masked_attentions
 from te_compile.passes.move_row_masks import move_row_masks
 from te_compile.passes.patches_as_products import patches_as_products
 from te_compile.passes.plan import Plan
@@ -103,6 +104,7 @@ def rewrite(
     compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
     compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
     compilation.run("varying_attentions", partial(varying_attentions, regions, plan, chosen), graph)
+    compilation.run("masked_attentions", partial(masked_attentions, regions, plan, chosen), graph)
     compilation.run("draw_dropouts", partial(draw_dropouts, regions, plan, chosen), graph)
     if chosen.strict:
         plan.require_all_supported()

@@ -35,8 +35,16 @@ Window window_of(const te_attention& task) {
 }
 
 Sight sight_of(const te_attention& task) {
+  if (task.tiles != nullptr) return Sight::kTiles;
   if (task.left >= 0) return Sight::kWindow;
   return task.right > 0 ? Sight::kWindow : task.right == 0 ? Sight::kCausal : Sight::kAll;
+}
+
+Tiles tiles_of(const te_attention& task, int64_t rows, int64_t lists, int64_t tiles, int words_of_tile) {
+  const bool has_own = task.mask_batches > 1;
+  const int64_t words = words_of_tile * tiles, length = 1 + tiles;
+  return {task.mask, task.tiles, has_own ? rows * words : 0, has_own ? lists * length : 0, static_cast<int>(words),
+          static_cast<int>(length)};
 }
 
 int words_of(const te_attention& task) { return static_cast<int>((task.keys + 63) / 64 * 2); }
@@ -56,6 +64,7 @@ void forward(const te_attention& task) {
   given.scale = task.scale * kLog2E;
   given.growth = task.growth;
   given.window = window_of(task);
+  given.mask = tiles_of(task, task.queries, given.tiles, (task.keys + kKeys - 1) / kKeys, 4);
   const auto kernel = forward_kernel<T, Seen, Drops>;
   allow_shared_memory(kernel, kForwardBytes, task.device, kName);
   const auto blocks = static_cast<unsigned>(given.tiles * task.batches * task.heads);
@@ -93,6 +102,7 @@ void backward(const te_attention& task) {
   given.scale = task.scale * kLog2E;
   given.growth = task.growth;
   given.window = window_of(task);
+  given.mask = tiles_of(task, task.keys, given.tiles, steps, 2);
   given.factor = task.scale;
   const auto kernel = backward_kernel<T, Seen, Drops>;
   allow_shared_memory(kernel, kBackwardBytes, task.device, kName);
@@ -122,7 +132,7 @@ void check(const te_attention& task) {
           "te_cuda_attention: there must be a query and a key");
   require(task.width > 0 && task.width % 8 == 0 && task.width <= kWidth,
           "te_cuda_attention: heads must have a multiple of 8 features, up to 128");
-  require(sight_of(task) == Sight::kAll || task.queries == task.keys,
+  require(sight_of(task) == Sight::kAll || sight_of(task) == Sight::kTiles || task.queries == task.keys,
           "te_cuda_attention: causal, or in a window, with other keys than queries");
   require(task.dtype == TE_FLOAT16 || task.dtype == TE_BFLOAT16,
           "te_cuda_attention: q, k and v must be TE_FLOAT16 or TE_BFLOAT16");
@@ -132,7 +142,13 @@ void check(const te_attention& task) {
           "te_cuda_attention: where weights are dropped each head must have keys of its own");
   require(task.bits != nullptr || task.growth == 1, "te_cuda_attention: where none is dropped growth must be 1");
   require(task.bits == nullptr || sight_of(task) != Sight::kWindow,
-          "te_cuda_attention: weights are dropped from all keys, or from causal ones");
+          "te_cuda_attention: weights are dropped from all keys, from causal ones, or under a mask");
+  require((task.mask == nullptr) == (task.tiles == nullptr) && reinterpret_cast<uintptr_t>(task.mask) % 16 == 0,
+          "te_cuda_attention: a mask has tiles, and is aligned to 16 bytes");
+  require(task.tiles == nullptr || (task.left < 0 && task.right < 0),
+          "te_cuda_attention: under a mask there is no window");
+  require(task.tiles == nullptr || task.mask_batches == 1 || task.mask_batches == task.batches,
+          "te_cuda_attention: there must be a mask for each batch, or one for all");
   require(task.out != nullptr && task.logsumexp != nullptr, "te_cuda_attention: out or logsumexp is null");
   check(task.q, "q");
   check(task.k, "k");
@@ -173,6 +189,7 @@ void by_kind(const te_attention& task, Run run) {
     case Sight::kAll: return drops ? by_type(Kind<Sight::kAll, true>()) : by_type(Kind<Sight::kAll, false>());
     case Sight::kCausal: return drops ? by_type(Kind<Sight::kCausal, true>()) : by_type(Kind<Sight::kCausal, false>());
     case Sight::kWindow: return by_type(Kind<Sight::kWindow, false>());
+    case Sight::kTiles: return drops ? by_type(Kind<Sight::kTiles, true>()) : by_type(Kind<Sight::kTiles, false>());
   }
 }
 

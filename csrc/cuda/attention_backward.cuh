@@ -12,7 +12,7 @@
 // them. Programs of a head begin at different queries, so that few add to the same place at a time.
 //
 // Where lengths are no multiples of tiles, copies bring zeros, queries that are not there have an infinite sum, which
-// leaves no weights, and keys that are not there are hidden.
+// leaves no weights, as those that see nothing do, and keys that are not there are hidden.
 #pragma once
 
 #include "attention_forward.cuh"
@@ -40,6 +40,7 @@ struct Backward {
   int steps;                                              // of 64 queries
   float scale, growth, factor;  // scale: times log2(e)
   Window window;
+  Tiles mask;
 };
 
 /// sums and shifts of every query, and zeros for dq. Sixteen lanes a query of [batch, 64 steps, head].
@@ -72,7 +73,8 @@ __global__ void __launch_bounds__(256)
   if (at < rows && lane == 0) {
     const int64_t index = batch * heads + head, to = index * length + query;
     shifts[to] = shift;
-    sums[to] = is_there ? logsumexp[index * queries + query] * 1.4426950408889634f : INFINITY;
+    const float sum = is_there ? logsumexp[index * queries + query] * 1.4426950408889634f : INFINITY;
+    sums[to] = sum == -INFINITY ? INFINITY : sum;
   }
 }
 
@@ -180,6 +182,15 @@ struct Keys {
     }
   }
 
+  /// No weights for what the mask does not show; rows: its words of this thread's two keys.
+  __device__ __forceinline__ void mask_shown(const uint2 (&rows)[2]) {
+#pragma unroll
+    for (int i = 0; i < kStep / 2; ++i) {
+      const uint32_t word = i < 16 ? rows[i % 4 / 2].x : rows[i % 4 / 2].y;
+      if (((word >> (2 * (lane % 4))) & (1u << (8 * (i / 4 % 4) + i % 2))) == 0) scores[i] = 0;
+    }
+  }
+
   /// Rounds the weights that are kept, and zeros for the others. Returns what is known once all are, and not negative.
   __device__ __forceinline__ int round(uint32_t words) {
     uint32_t all = 0;
@@ -277,8 +288,9 @@ __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   const int tile = blockIdx.x % task.tiles, key_index = blockIdx.x / task.tiles, key_heads = task.heads / task.shared;
   const int batch = key_index / key_heads, key_head = key_index % key_heads;
-  const bool ends_in_tile = !Drops && (tile + 1) * kKeys > task.keys;
-  int first = 0, end = task.steps;
+  const bool ends_in_tile = !Drops && Seen != Sight::kTiles && (tile + 1) * kKeys > task.keys;
+  const int32_t* const list = Seen == Sight::kTiles ? task.mask.list(batch, tile) : nullptr;
+  int first = 0, end = Seen == Sight::kTiles ? __ldg(list) : task.steps;  // of the list, if there is one
   if (Seen == Sight::kCausal) first = tile * (kKeys / kStep);
   if (Seen == Sight::kWindow) {
     first = max(tile * kKeys - task.window.right, 0) / kStep;
@@ -287,6 +299,7 @@ __global__ void __launch_bounds__(384, 1)
   const int steps = end - first;
   const int start = first + static_cast<int>(int64_t{tile} * steps / task.tiles);
   const auto following = [&](int step) { return step + 1 == end ? first : step + 1; };
+  const auto step_at = [&](int place) { return Seen == Sight::kTiles ? __ldg(list + 1 + place) >> 1 : place; };
   const int first_head = key_head * task.shared;  // of queries
 
   if (group == 0) {
@@ -298,7 +311,9 @@ __global__ void __launch_bounds__(384, 1)
       copy_box(values + c * kBlock, &v, keys_full, 64 * c, tile * kKeys, key_head, batch);
     }
     int head = first_head;
-    for (int count = 0, step = start, left = steps; count < steps * task.shared; ++count, step = following(step), --left) {
+    for (int count = 0, place = start, left = steps; count < steps * task.shared;
+         ++count, place = following(place), --left) {
+      const int step = step_at(place);
       if (left == 0) {
         left = steps;
         ++head;
@@ -335,11 +350,27 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t my_keys = keys + mine.group * 64 * 128, my_values = my_keys + kTile, my_staged = staged + mine.group * kDq * 4;
   float* my_dq = task.dq + (int64_t{batch * task.heads + first_head} * task.steps * 2 + mine.group) * kDq;  // of one head
   float* dq_before = my_dq;
+  const uint32_t* shown_rows[2];
+  if (Seen == Sight::kTiles) {
+    for (int h = 0; h < 2; ++h) {
+      const int key = tile * kKeys + mine.group * 64 + row + 8 * h;
+      shown_rows[h] = key < task.keys ? task.mask.row(batch, key) : nullptr;
+    }
+  }
   barrier_wait(keys_full, 0);
   const int count_of_all = steps * task.shared;
-  int step = start, left = steps;
+  int place = start, left = steps;
 #pragma unroll 1
   for (int count = 0; count < count_of_all; ++count) {
+    const int step = step_at(place);
+    const bool is_cut = Seen == Sight::kTiles && (__ldg(list + 1 + place) & 1);
+    uint2 shown[2];
+    if (is_cut) {
+      for (int h = 0; h < 2; ++h) {
+        const uint2* of_key = reinterpret_cast<const uint2*>(shown_rows[h]);
+        shown[h] = of_key != nullptr ? __ldg(of_key + step) : make_uint2(0, 0);
+      }
+    }
     const int stage = count % kStages, parity = count & 1;
     const uint32_t query = queries + stage * kStepBytes, dout = grads + stage * kStepBytes;
     const uint32_t columns = extras + stage * kExtras + 8 * (mine.lane % 4);
@@ -361,6 +392,7 @@ __global__ void __launch_bounds__(384, 1)
                          ? step < first + kKeys / kStep
                          : Seen == Sight::kWindow && task.window.cuts(tile * kKeys, kKeys, step * kStep, kStep);
     if (cut || ends_in_tile) mine.mask(task, tile * kKeys, step * kStep);
+    if (is_cut) mine.mask_shown(shown);
     once_known(mine.round(words));
     products_wait<0>();
     arrived(mine.dq);
@@ -378,7 +410,7 @@ __global__ void __launch_bounds__(384, 1)
     products_begin();
     mine.ask_for_dk(ds + parity * kDs, query, count > 0);
     dq_before = my_dq + int64_t{step} * 2 * kDq;
-    step = following(step);
+    place = following(place);
     if (--left == 0) {
       left = steps;
       my_dq += int64_t{task.steps} * 2 * kDq;

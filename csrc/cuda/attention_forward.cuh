@@ -22,8 +22,24 @@ constexpr int kTile = kKeys * kWidth * 2, kBlock = kTile / 2;  // bytes; 64 colu
 constexpr int kForwardBytes = 1024 + (1 + 2 * kStages) * kTile + 256;
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// Which keys a query sees: all, none that come after it, or those of a window around it.
-enum class Sight { kAll, kCausal, kWindow };
+/// Which keys a query sees: all, none that come after it, those of a window around it, or those that a mask shows.
+enum class Sight { kAll, kCausal, kWindow, kTiles };
+
+/// A mask in bits, and lists of the tiles that it shows: see te_attention. Of a batch both begin so many elements later.
+struct Tiles {
+  const uint32_t* words;
+  const int32_t* lists;
+  int64_t words_a_batch, lists_a_batch;
+  int words_a_row, length;  // of a list
+
+  /// The list of one block.
+  __device__ __forceinline__ const int32_t* list(int batch, int block) const {
+    return lists + batch * lists_a_batch + int64_t{block} * length;
+  }
+  __device__ __forceinline__ const uint32_t* row(int batch, int row) const {
+    return words + batch * words_a_batch + int64_t{row} * words_a_row;
+  }
+};
 
 /// A query sees the keys from `left` before it to `right` after it; both are known to lie within int, added to a position.
 struct Window {
@@ -42,6 +58,7 @@ struct Forward {
   int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
   float scale, growth;  // scale: times log2(e)
   Window window;
+  Tiles mask;
 };
 
 /// One thread's part of 64 queries: sums over the tiles so far, of rows `row` and `row` + 8.
@@ -50,7 +67,8 @@ struct Rows {
   static constexpr int kSums = kWidth / 2, kScores = kKeys / 2;
   float sums[kSums], scores[kScores], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
   uint32_t weights[kScores / 2], words[4];
-  const uint32_t* bits;
+  uint4 shown[2];  // keys of a tile, by a mask
+  const uint32_t *bits, *shown_rows[2];
   int rows[2], row, lane;
 
   __device__ __forceinline__ void load_words(const Forward& task, int tile) {
@@ -61,6 +79,21 @@ struct Rows {
       for (int h = 0; h < 2; ++h) {
         words[2 * b + h] = word < task.words ? __ldg(bits + int64_t{word} * task.queries + rows[h]) : 0;
       }
+    }
+  }
+
+  __device__ __forceinline__ void load_shown(int tile) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shown[h] = __ldg(reinterpret_cast<const uint4*>(shown_rows[h]) + tile);
+  }
+
+  /// -infinity for the scores of keys that the words loaded last do not show.
+  __device__ __forceinline__ void mask_shown() {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const uint4& four = shown[i % 4 / 2];
+      const uint32_t word = i < 16 ? four.x : i < 32 ? four.y : i < 48 ? four.z : four.w;
+      if (((word >> (2 * (lane % 4))) & (1u << (8 * (i / 4 % 4) + i % 2))) == 0) scores[i] = -INFINITY;
     }
   }
 
@@ -103,8 +136,8 @@ struct Rows {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float now = fmaxf(top[h], largest * scale);
-      // In a window a row may see nothing of the first tiles, whose weights are to be 0 and no difference of infinities.
-      const float base = Seen == Sight::kWindow && now == -INFINITY ? 0.f : now;
+      // A row may see nothing of the first tiles, whose weights are to be 0 and no difference of infinities.
+      const float base = (Seen == Sight::kWindow || Seen == Sight::kTiles) && now == -INFINITY ? 0.f : now;
       shrink[h] = exp2_fast(top[h] - base);
       top[h] = now;
       float sum = 0;
@@ -187,8 +220,9 @@ __global__ void __launch_bounds__(384, 1)
     barriers_made();
   }
   __syncthreads();
-  // The longest of causal attention first.
-  const int place = blockIdx.x % task.tiles, tile = Seen == Sight::kCausal ? task.tiles - 1 - place : place;
+  // The longest of causal attention first, which most masks are.
+  constexpr bool kFromTheEnd = Seen == Sight::kCausal || Seen == Sight::kTiles;
+  const int place = blockIdx.x % task.tiles, tile = kFromTheEnd ? task.tiles - 1 - place : place;
   const int index = blockIdx.x / task.tiles, batch = index / task.heads, head = index % task.heads;
   const int key_head = head / task.shared;
   int first_key = 0, end_key = task.keys;
@@ -197,7 +231,12 @@ __global__ void __launch_bounds__(384, 1)
     first_key = max(tile * kQueries - task.window.left, 0);
     end_key = min((tile + 1) * kQueries + task.window.right, task.keys);
   }
-  const int last_tile = (end_key - 1) / kKeys, steps = last_tile - first_key / kKeys + 1;
+  const int last_tile = (end_key - 1) / kKeys;
+  const int32_t* const list = Seen == Sight::kTiles ? task.mask.list(batch, tile) : nullptr;
+  const int steps = Seen == Sight::kTiles ? __ldg(list) : last_tile - first_key / kKeys + 1;
+  // The tile of keys of a step, and whether its mask must be read.
+  const auto tile_at = [&](int step) { return Seen == Sight::kTiles ? __ldg(list + 1 + step) >> 1 : last_tile - step; };
+  const auto is_cut_at = [&](int step) { return Seen == Sight::kTiles && (__ldg(list + 1 + step) & 1); };
 
   if (group == 0) {
     fewer_registers<24>();
@@ -205,7 +244,7 @@ __global__ void __launch_bounds__(384, 1)
     barrier_expect(queries_full, kTile);
     for (int c = 0; c < 2; ++c) copy_box(queries + c * kBlock, &q, queries_full, 64 * c, tile * kQueries, head, batch);
     for (int step = 0; step < steps; ++step) {
-      const int stage = step % kStages, parity = step / kStages & 1, row = (last_tile - step) * kKeys;
+      const int stage = step % kStages, parity = step / kStages & 1, row = tile_at(step) * kKeys;
       barrier_wait(keys_empty + 8 * stage, parity ^ 1);
       barrier_expect(keys_full + 8 * stage, kTile);
       for (int c = 0; c < 2; ++c) {
@@ -228,10 +267,14 @@ __global__ void __launch_bounds__(384, 1)
     for (int h = 0; h < 2; ++h) mine.rows[h] = min(mine.row + 8 * h, task.queries - 1);
     mine.bits = task.bits + (int64_t{index} * task.words + mine.lane % 4 / 2) * task.queries;
   }
+  if (Seen == Sight::kTiles) {
+    for (int h = 0; h < 2; ++h) mine.shown_rows[h] = task.mask.row(batch, min(mine.row + 8 * h, task.queries - 1));
+  }
   const uint32_t my_queries = queries + (group - 1) * 64 * 128;
   const bool first_lane = mine.lane == 0;
 
-  if (Drops) mine.load_words(task, last_tile);
+  if (Drops) mine.load_words(task, tile_at(0));
+  if (is_cut_at(0)) mine.load_shown(tile_at(0));
   barrier_wait(queries_full, 0);
   barrier_wait(keys_full, 0);
   products_begin();
@@ -239,12 +282,18 @@ __global__ void __launch_bounds__(384, 1)
   products_wait<0>();
   arrived(mine.scores);
   if (first_lane) barrier_arrive(keys_empty);
-  if (Seen != Sight::kAll || task.keys % kKeys != 0) mine.mask(task, last_tile);
+  if (Seen == Sight::kTiles) {
+    if (is_cut_at(0)) mine.mask_shown();
+  } else if (Seen != Sight::kAll || task.keys % kKeys != 0) {
+    mine.mask(task, last_tile);
+  }
   mine.weigh(task.scale);
   mine.round();
   for (int step = 1; step < steps; ++step) {
     const int before = (step - 1) % kStages, stage = step % kStages;
-    if (Drops) mine.load_words(task, last_tile - step);
+    const bool is_cut = is_cut_at(step);
+    if (Drops) mine.load_words(task, tile_at(step));
+    if (is_cut) mine.load_shown(tile_at(step));
     barrier_wait(keys_full + 8 * stage, step / kStages & 1);
     products_begin();
     mine.ask_for_scores(my_queries, keys + stage * kTile);
@@ -257,6 +306,7 @@ __global__ void __launch_bounds__(384, 1)
     if (Seen == Sight::kWindow && task.window.cuts((last_tile - step) * kKeys, kKeys, tile * kQueries, kQueries)) {
       mine.mask(task, last_tile - step);
     }
+    if (is_cut) mine.mask_shown();
     mine.weigh(task.scale);
     once_known(__float_as_int(mine.total[0]) | __float_as_int(mine.total[1]));
     products_wait<0>();
@@ -274,7 +324,7 @@ __global__ void __launch_bounds__(384, 1)
     float total = mine.total[h];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    factor[h] = task.growth / total;
+    factor[h] = Seen == Sight::kTiles && total == 0 ? 0.f : task.growth / total;  // a row may see nothing
     const int row = mine.row + 8 * h;
     if (mine.lane % 4 == 0 && row < task.queries) {
       task.logsumexp[int64_t{index} * task.queries + row] = (mine.top[h] + __log2f(total)) * kLn2;

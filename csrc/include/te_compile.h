@@ -148,6 +148,13 @@ typedef struct te_heads {
  * multiple of 8 up to 128. left, right: how many keys before its own place, and after it, a query sees; below 0 all. If not
  * all there are as many keys as queries, and bits only with right 0 and left below 0. Compute capability 9.0.
  *
+ * mask: which keys a query sees, where left and right are below 0; null for all. In words of 32 bits, from the
+ * lowest: forward those of keys, [mask_batches, queries, 4 ceil(keys / 128)], and backward those of queries, [mask_batches,
+ * keys, 2 ceil(queries / 64)]; mask_batches is 1 or batches. tiles: which tiles are not hidden altogether, forward a list
+ * for each 128 queries, of tiles of 128 keys, [mask_batches, ceil(queries / 128), 1 + ceil(keys / 128)], and backward one for
+ * each 128 keys, of 64 queries, [mask_batches, ceil(keys / 128), 1 + ceil(queries / 64)]: how many follow, at least one, and
+ * of each twice its number, and one more if the mask must be read there, as it must be where a tile ends behind the last key.
+ *
  * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * 130 floats of workspace,
  * queries rounded up to a multiple of 64. With bits queries must be such a multiple and keys one of 128. It adds up dq in
  * the order in which blocks come: its last bits may differ from run to run. */
@@ -159,6 +166,9 @@ typedef struct te_attention {
   float scale, growth;
   te_heads q, k, v;
   const uint32_t* bits;
+  const uint32_t* mask;
+  const int32_t* tiles;
+  int64_t mask_batches;
   void* out;        /* [batches, queries, heads, width], contiguous, as dq; dk and dv: [batches, keys, key_heads, width] */
   float* logsumexp; /* [batches, heads, queries] */
   te_heads grad;    /* of out; this and what follows is for the backward pass */

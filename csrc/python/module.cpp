@@ -136,8 +136,8 @@ te_heads heads_of(Address x, const Strides& strides) {
 
 te_attention attention_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
                           float scale, float growth, Address q, const Strides& q_strides, Address k,
-                          const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address out,
-                          Address logsumexp, Address stream) {
+                          const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address mask,
+                          Address tiles, int64_t mask_batches, Address out, Address logsumexp, Address stream) {
   te_attention task{};
   task.device = device;
   task.dtype = static_cast<te_dtype>(dtype);
@@ -155,6 +155,9 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
   task.k = heads_of(k, k_strides);
   task.v = heads_of(v, v_strides);
   task.bits = pointer<const uint32_t>(bits);
+  task.mask = pointer<const uint32_t>(mask);
+  task.tiles = pointer<const int32_t>(tiles);
+  task.mask_batches = mask_batches;
   task.out = pointer<void>(out);
   task.logsumexp = pointer<float>(logsumexp);
   task.stream = pointer<void>(stream);
@@ -163,11 +166,12 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
 
 te_attention attention_backward_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
                                    float scale, float growth, Address q, const Strides& q_strides, Address k,
-                                   const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address out,
-                                   Address logsumexp, Address grad, const Strides& grad_strides, Address workspace,
-                                   Address dq, Address dk, Address dv, Address stream) {
+                                   const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address mask,
+                                   Address tiles, int64_t mask_batches, Address out, Address logsumexp, Address grad,
+                                   const Strides& grad_strides, Address workspace, Address dq, Address dk, Address dv,
+                                   Address stream) {
   te_attention task = attention_of(device, dtype, left, right, sizes, scale, growth, q, q_strides, k, k_strides, v,
-                                   v_strides, bits, out, logsumexp, stream);
+                                   v_strides, bits, mask, tiles, mask_batches, out, logsumexp, stream);
   task.grad = heads_of(grad, grad_strides);
   task.workspace = pointer<float>(workspace);
   task.dq = pointer<void>(dq);
@@ -379,7 +383,8 @@ PYBIND11_MODULE(_native, module) {
              "mean, rstd, stream)");
   module.def("cuda_attention", &Attention::run, unlocked,
              "(device, dtype, left, right, (batches, heads, key_heads, queries, keys, width), scale, growth, q, strides, k, "
-             "strides, v, strides, bits, out, logsumexp, stream); strides: of batch, row and head");
+             "strides, v, strides, bits, mask, tiles, mask_batches, out, logsumexp, stream); strides: of batch, row and "
+             "head");
   module.def("cuda_attention_backward", &AttentionBackward::run, unlocked,
              "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
   module.def("cuda_grouped_gemm", &GroupedGemm::run, unlocked,

@@ -28,6 +28,7 @@ _KERNELS = {
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "window": "on kernels that skip what is outside of the window",
+    "tiles": "on te_compile's kernels, which skip the tiles that it hides",
     "core": "on te_compile's kernels, which need no plan for each size",
     "sinks": "on kernels to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",
@@ -58,8 +59,8 @@ class AttentionRow:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "window", "sinks", "core" or "te" where that was chosen instead of what
-        PyTorch would run; empty where it chooses.
+    kernel: "cudnn", "flash", "efficient", "window", "tiles", "sinks", "core" or "te" where that was chosen instead of
+        what PyTorch would run; empty where it chooses.
     """
 
     name: str

@@ -22,19 +22,22 @@ from te_compile.ops.registry import Target, Unsupported
 
 VECTOR = 8  # elements of 16 bytes: rows must start and end on such
 NARROWER, WIDEST = 64, 128
+NARROWER_UNDER_A_MASK = 56  # others were not timed
 QUERIES, KEYS = 64, 128  # of a tile of the backward pass
 MOST_BLOCKS = 2**31 - 1
 _WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsumexp
+Mask = tuple[Tensor, Tensor]
+"""Bits of a mask and lists of its tiles, as te::mask_tiles makes them, of the direction in question."""
 
 
-def check(target: Target, arguments: dict[str, Any]) -> None:
+def check(target: Target, arguments: dict[str, Any], narrower: int = NARROWER) -> None:
     """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments``, whose q and k are [B, S, H, D],
-    or slower than others."""
+    or slower than others: those run heads of up to ``narrower`` features."""
     native.require_hopper(target)
     q, k = arguments["q"], arguments["k"]
     width = q.shape[3]
-    if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:
-        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {NARROWER} up to {WIDEST}")
+    if not isinstance(width, int) or width % VECTOR or not narrower < width <= WIDEST:
+        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {narrower} up to {WIDEST}")
     sizes = (*q.shape[:3], k.shape[1])
     if all(isinstance(size, int) for size in sizes):
         batch, queries, heads, keys = sizes
@@ -42,9 +45,24 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
             raise Unsupported(f"{batch} × {heads} heads of {max(queries, keys)} positions are too many tiles")
 
 
+def check_masked(target: Target, arguments: dict[str, Any]) -> None:
+    """The same under a mask, for nothing else skips what it hides: heads may be narrower."""
+    check(target, arguments, NARROWER_UNDER_A_MASK)
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise Unsupported(f"q is {q.dtype}, not of 16 bits")
+    if {k.shape[3], v.shape[3]} != {q.shape[3]}:
+        raise Unsupported("queries, keys and values have heads of several widths")
+
+
 def check_dropout_backward(target: Target, arguments: dict[str, Any]) -> None:
     """The same for :func:`backward` with bits; without them it takes what :func:`forward` does."""
     check(target, arguments)
+    check_whole_tiles(arguments)
+
+
+def check_whole_tiles(arguments: dict[str, Any]) -> None:
+    """Raise Unsupported for lengths at which :func:`backward` cannot read bits."""
     queries, keys = arguments["q"].shape[1], arguments["k"].shape[1]
     for name, length, multiple in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
         if not isinstance(length, int) or length % multiple:
@@ -63,25 +81,29 @@ def _in_place(x: Tensor) -> Tensor:
     return x if in_place else x.clone(memory_format=torch.contiguous_format)  # a contiguous one may begin badly, too
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, growth: float) -> tuple[Any, ...]:
+def _task(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, growth: float, bits: Tensor | None,
+    mask: Mask | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The core's first arguments."""
     batch, queries, heads, width = q.shape
     sizes = (batch, heads, k.shape[2], queries, k.shape[1], width)
     operands = [part for x in (q, k, v) for part in (x, _strides(x))]
-    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands
+    shown = (None, None, 1) if mask is None else (*mask, mask[0].shape[0])
+    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands, bits, *shown
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float,
-    bits: Tensor | None = None, growth: float = 1.0,
+    bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q · kᵀ · scale) · v, and the logsumexp of each row of logits.
 
     q: [B, Sq, H, D], k and v: [B, Sk, G, D], of one 16-bit dtype, H a multiple of G; at least one query and one key.
     Query i sees the keys from i - left to i + right, all on a side where that is below 0; other windows only where
     Sq = Sk. bits: which weights are kept, and multiplied by ``growth`` (ops/dropout_bits.py), where G = H and no window
-    ends but with right = 0; None for all. Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32
-    [B, H, Sq].
+    ends but with right = 0; None for all. mask: rows and row_tiles, where no window ends; a query that sees nothing
+    has 0 and a logsumexp of -∞ then. Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq].
     """
     batch, queries, heads, width = q.shape
     q, k, v = map(_in_place, (q, k, v))
@@ -90,17 +112,17 @@ def forward(
         logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
     native.call(
         native.module().cuda_attention,
-        q.device.index, *_task(q, k, v, left, right, scale, growth), bits, out, logsumexp, STREAM,
+        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask), out, logsumexp, STREAM,
     )  # fmt: skip
     return out, logsumexp
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    left: int, right: int, scale: float, bits: Tensor | None = None, growth: float = 1.0,
+    left: int, right: int, scale: float, bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`forward`'s out, whose gradient is ``grad``: dq, dk and dv, in the shapes of q, k and v and
-    their dtype, contiguous. With bits Sq must be a multiple of 64, Sk of 128."""
+    their dtype, contiguous. With bits Sq must be a multiple of 64, Sk of 128. mask: columns and column_tiles."""
     grad, q, k, v = map(_in_place, (grad, q, k, v))
     out, logsumexp = out.contiguous(), logsumexp.contiguous()
     with on_device_of(q):
@@ -109,7 +131,7 @@ def backward(
         workspace = buffers.empty(q, (rows * _WORKSPACE,), torch.float32)
     native.call(
         native.module().cuda_attention_backward,
-        q.device.index, *_task(q, k, v, left, right, scale, growth), bits, out, logsumexp,
+        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask), out, logsumexp,
         grad, _strides(grad), workspace, dq, dk, dv, STREAM,
     )  # fmt: skip
     return dq, dk, dv

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from te_compile.kernels import dropout_attention_backward, native_attention
-from te_compile.ops.dropout_bits import PLACES, kept_share
+from te_compile.ops.dropout_bits import growth_of
 
 
 def _constants(probability: float, causal: bool, scale: float, bits: Tensor) -> tuple[int, int, float, Tensor, float]:
     """What native_attention takes behind the tensors of every attention."""
-    return -1, 0 if causal else -1, scale, bits, 2**PLACES / kept_share(probability)
+    return -1, 0 if causal else -1, scale, bits, growth_of(probability)
 
 
 def forward(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from te_compile.ops import registry
 from te_compile.ops.attention_shapes import attended, gradients
-from te_compile.ops.dropout_bits import DROPOUT_BITS, PLACES, kept_share, unpacked
+from te_compile.ops.dropout_bits import DROPOUT_BITS, growth_of, unpacked
 from te_compile.ops.fp8_attention import visible
 from te_compile.ops.library import define, define_composite
 
@@ -37,9 +37,9 @@ def _weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf) if causal else scores
 
 
-def _factors(bits: Tensor, like: Tensor, probability: float) -> Tensor:
+def dropout_factors(bits: Tensor, like: Tensor, probability: float) -> Tensor:
     """z, in the shape of the weights."""
-    return unpacked(bits, like.shape[3]).view(like.shape) * (2**PLACES / kept_share(probability))
+    return unpacked(bits, like.shape[3]).view(like.shape) * growth_of(probability)
 
 
 def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def dropout_attention_reference(
     Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq].
     """
     scores = _weights(q, k, causal, scale)
-    kept = scores.softmax(3) * _factors(bits, scores, probability)
+    kept = scores.softmax(3) * dropout_factors(bits, scores, probability)
     return _in_rows(kept @ v.transpose(1, 2).float(), q.dtype), scores.logsumexp(3)
 
 
@@ -77,7 +77,7 @@ def dropout_attention_backward_reference(
     Returns dq, dk and dv in the shapes and dtype of q, k and v, contiguous.
     """
     scores = _weights(q, k, causal, scale)
-    p, z = torch.exp(scores - logsumexp.unsqueeze(3)), _factors(bits, scores, probability)
+    p, z = torch.exp(scores - logsumexp.unsqueeze(3)), dropout_factors(bits, scores, probability)
     dout, query, key, value, result = (x.transpose(1, 2).float() for x in (grad, q, k, v, out))
     shift = (dout * result).sum(dim=3, keepdim=True)
     ds = p * (z * (dout @ value.transpose(2, 3)) - shift) * scale
@@ -132,14 +132,20 @@ DROPOUT_ATTENTION_BACKWARD = define(
 )
 
 
+def drawn_bits(q: Tensor, k: Tensor, probability: float, causal: bool = False) -> Tensor:
+    """Bits for the weights of q: [B, Sq, H, D] and k: [B, Sk, H, D], by a seed that PyTorch's generator draws."""
+    batch, queries, heads, _ = q.shape
+    seed = torch.randint(SEEDS, (1,), device=q.device)
+    bits: Tensor = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability, causal)
+    return bits
+
+
 class _DropoutAttention(torch.autograd.Function):
     """The module's formulas, in operators of the joint graph; all tensors are [B, S, H, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, probability: float, causal: bool, scale: float) -> Tensor:
-        batch, queries, heads, _ = q.shape
-        seed = torch.randint(SEEDS, (1,), device=q.device)
-        bits = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability, causal)
+        bits = drawn_bits(q, k, probability, causal)
         out, logsumexp = DROPOUT_ATTENTION_FORWARD(q, k, v, bits, probability, causal, scale)
         ctx.save_for_backward(q, k, v, bits, out, logsumexp)
         ctx.constants = probability, causal, scale

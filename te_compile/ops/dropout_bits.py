@@ -52,6 +52,11 @@ def nearest_share(probability: float) -> int:
     return 2**PLACES - round(probability * 2**PLACES)
 
 
+def growth_of(probability: float) -> float:
+    """What a weight that is kept is multiplied by; 1 without a dropout."""
+    return 2**PLACES / kept_share(probability) if probability else 1.0
+
+
 def words_of(keys: int) -> int:
     """How many words the keys of a query take."""
     return 2 * -(-keys // COLUMNS)

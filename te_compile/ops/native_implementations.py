@@ -9,14 +9,18 @@ from torch import Tensor
 
 from te_compile.ops import calibration, registry
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
+from te_compile.ops.dropout_bits import growth_of
+from te_compile.ops.masked_attention import masked_attention_backward_reference, masked_attention_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.registry import Target
 from te_compile.ops.triton_implementations import (
+    check_dropout,
     check_dropout_attention,
     check_grouped,
     check_grouped_gemm,
 )
 from te_compile.ops.window_attention import (
+    EVERYTHING,
     check_flash,
     window_attention_backward_flash,
     window_attention_backward_reference,
@@ -146,6 +150,68 @@ def window_attention_backward(
     from te_compile.kernels.native_attention import backward as kernel
 
     return kernel(*operands)
+
+
+def _check_masked_attention(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_attention
+
+    native_attention.check_masked(target, arguments)
+    if arguments["probability"]:
+        check_dropout(target, arguments)
+
+
+def _check_masked_attention_backward(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_attention
+
+    _check_masked_attention(target, arguments)
+    if arguments["probability"]:
+        native_attention.check_whole_tiles(arguments)
+
+
+@registry.register("masked_attention_forward", CUDA, priority=PRIORITY, check=_check_masked_attention)
+def masked_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    row_tiles: Tensor,
+    bits: Tensor | None,
+    probability: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``te::masked_attention_forward`` by kernels/native_attention.py."""
+    if q.numel() == 0 or k.numel() == 0:
+        return masked_attention_reference(q, k, v, rows, row_tiles, bits, probability, scale)
+    from te_compile.kernels.native_attention import forward as kernel
+
+    constants = EVERYTHING, EVERYTHING, scale, bits, growth_of(probability)
+    return kernel(q, k, v, *constants, mask=(rows, row_tiles))
+
+
+@registry.register("masked_attention_backward", CUDA, priority=PRIORITY, check=_check_masked_attention_backward)
+def masked_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    columns: Tensor,
+    column_tiles: Tensor,
+    bits: Tensor | None,
+    probability: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``te::masked_attention_backward`` by kernels/native_attention.py, whose last bits differ from run to run: where
+    they must not, by the reference."""
+    operands = grad, q, k, v, out, logsumexp
+    if q.numel() == 0 or k.numel() == 0 or torch.are_deterministic_algorithms_enabled():
+        given = (*operands, columns, column_tiles, bits, probability, scale)
+        return masked_attention_backward_reference(*given)
+    from te_compile.kernels.native_attention import backward as kernel
+
+    constants = EVERYTHING, EVERYTHING, scale, bits, growth_of(probability)
+    return kernel(*operands, *constants, mask=(columns, column_tiles))
 
 
 def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:

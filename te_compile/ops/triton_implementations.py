@@ -27,6 +27,7 @@ from te_compile.ops.dropout_attention import dropout_attention_backward_referenc
 from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, nearest_share, words_of
 from te_compile.ops.dropout_masks import dropout_mask_reference
 from te_compile.ops.fp8_attention import fp8_attention_reference
+from te_compile.ops.mask_tiles import mask_tiles_reference
 from te_compile.ops.norm import KINDS, output_dtype
 from te_compile.ops.norm_backward import norm_backward_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
@@ -425,7 +426,8 @@ def cross_entropy_backward_with_sums(
     return kernel(*operands, out=out)
 
 
-def _check_dropout(target: Target, arguments: dict[str, Any]) -> None:
+def check_dropout(target: Target, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported where no bits are drawn by kernels, or for a probability that is none to them."""
     check_target(target)
     if target.capability != HOPPER:
         raise Unsupported(f"it is faster than PyTorch's on compute capability 9.0, this device has {target.capability}")
@@ -441,7 +443,7 @@ def _check_dropout_mask(target: Target, arguments: dict[str, Any]) -> None:
 
 def check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported for what no kernel of ours runs."""
-    _check_dropout(target, arguments)
+    check_dropout(target, arguments)
     for name in ("q", "k", "v"):
         if arguments[name].dtype not in (torch.bfloat16, torch.float16):
             raise Unsupported(f"{name} is {arguments[name].dtype}, not of 16 bits")
@@ -458,7 +460,11 @@ def _check_triton_dropout_attention(target: Target, arguments: dict[str, Any]) -
         raise Unsupported(f"the bits of {queries} × {keys} weights are beyond what offsets of 32 bits reach")
 
 
-@registry.register("dropout_bits", TRITON, priority=PRIORITY, check=_check_dropout)
+def _check_mask_tiles(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+
+
+@registry.register("dropout_bits", TRITON, priority=PRIORITY, check=check_dropout)
 def dropout_bits(seed: Tensor, heads: int, queries: int, keys: int, probability: float, causal: bool) -> Tensor:
     """``te::dropout_bits`` by kernels/dropout_bits.py."""
     if heads * queries * keys == 0:
@@ -511,3 +517,13 @@ def dropout_attention_backward(
     from te_compile.kernels.dropout_attention_backward import backward as kernel
 
     return kernel(*operands)
+
+
+@registry.register("mask_tiles", TRITON, priority=PRIORITY, check=_check_mask_tiles)
+def mask_tiles(mask: Tensor, both: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``te::mask_tiles`` by kernels/mask_tiles.py."""
+    if mask.numel() == 0:
+        return mask_tiles_reference(mask, both)
+    from te_compile.kernels.mask_tiles import mask_tiles as kernel
+
+    return kernel(mask, both)

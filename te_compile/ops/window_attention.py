@@ -51,18 +51,18 @@ def visible_within(length: int, left: int, right: int, device: torch.device) -> 
     return (ahead >= -before) & (ahead <= behind)
 
 
-def _heads(x: Tensor, like: Tensor) -> Tensor:
+def grouped_heads(x: Tensor, like: Tensor) -> Tensor:
     """[B, S, G, D] as fp32 [B, H, S, D], each head as often as queries have heads for it."""
     return x.transpose(1, 2).float().repeat_interleave(like.shape[2] // max(1, x.shape[2]), 1)
 
 
 def _scores(q: Tensor, k: Tensor, left: int, right: int, scale: float) -> Tensor:
     """s: fp32 [B, H, S, S]."""
-    scores = _heads(q, q) @ _heads(k, q).mT * scale
+    scores = grouped_heads(q, q) @ grouped_heads(k, q).mT * scale
     return scores.masked_fill(~visible_within(q.shape[1], left, right, q.device), -torch.inf)
 
 
-def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+def in_rows(x: Tensor, like: Tensor) -> Tensor:
     """fp32 [B, H, S, D] as ``like`` [B, S, G, D] is, contiguous; heads that share one are added up."""
     batch, _, length, width = x.shape
     shared = (
@@ -80,7 +80,7 @@ def window_attention_reference(
     Returns out: [B, S, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, S].
     """
     scores = _scores(q, k, left, right, scale)
-    return _in_rows(scores.softmax(3) @ _heads(v, q), q), scores.logsumexp(3)
+    return in_rows(scores.softmax(3) @ grouped_heads(v, q), q), scores.logsumexp(3)
 
 
 @registry.register("window_attention_backward", registry.REFERENCE)
@@ -100,10 +100,10 @@ def window_attention_backward_reference(
     Returns dq, dk and dv in the shapes and dtype of q, k and v, contiguous.
     """
     p = torch.exp(_scores(q, k, left, right, scale) - logsumexp.unsqueeze(3))
-    dout, result = _heads(grad, grad), _heads(out, out)
+    dout, result = grouped_heads(grad, grad), grouped_heads(out, out)
     shift = (dout * result).sum(dim=3, keepdim=True)
-    ds = p * (dout @ _heads(v, q).mT - shift) * scale
-    return _in_rows(ds @ _heads(k, q), q), _in_rows(ds.mT @ _heads(q, q), k), _in_rows(p.mT @ dout, v)
+    ds = p * (dout @ grouped_heads(v, q).mT - shift) * scale
+    return in_rows(ds @ grouped_heads(k, q), q), in_rows(ds.mT @ grouped_heads(q, q), k), in_rows(p.mT @ dout, v)
 
 
 # --- PyTorch's flash kernels ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ attention with a dropout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,26 +98,35 @@ def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
     return [query, *(heads_before_copies(node, key, value, changes) or (key, value))]
 
 
-def may_stand_for(node: Node, operands: list[Node], changes: dict[Node, bool], runs: Runs) -> bool:
-    """Does the operator mean the same as this call, and is there a kernel for it? changes: see ``may_change``."""
+def may_be_an_operator(node: Node, operands: list[Node], changes: dict[Node, bool]) -> bool:
+    """Can an operator of ours for these operands stand for this call, if it sees the same keys? changes: see
+    ``may_change``."""
     scale = argument(node, 6, "scale")
-    if (
-        not is_plain(node, masked=argument(node, 3, "attn_mask") is not None)
-        or argument(node, 4, "dropout_p", 0.0) != 0
-        or (scale is not None and scale <= 0)
-    ):
+    if not is_plain(node, masked=argument(node, 3, "attn_mask") is not None) or (scale is not None and scale <= 0):
         return False  # kernels hide before they scale
     if any(map(wrapped_kind, (*operands, node))) or (torch.is_grad_enabled() and may_change(node, changes)):
         return False  # gradients read the result as it was
     query, key, value = map(value_of, operands)
     if len({each.device for each in (query, key, value, value_of(node))}) != 1:
         return False
-    if not _fit(query, key, value) or not same_sizes(value_of(node).shape, (*query.shape[:3], value.shape[3])):
-        return False  # SDPA would broadcast them
-    if not same_sizes(query.shape[2:3], key.shape[2:3]):
+    # Else SDPA would broadcast them.
+    return _fit(query, key, value) and same_sizes(value_of(node).shape, (*query.shape[:3], value.shape[3]))
+
+
+def may_stand_for(node: Node, operands: list[Node], changes: dict[Node, bool], runs: Runs) -> bool:
+    """Does the operator mean the same as this call, and is there a kernel for it? changes: see ``may_change``."""
+    if not may_be_an_operator(node, operands, changes) or argument(node, 4, "dropout_p", 0.0) != 0:
+        return False
+    query, key = (value_of(each).shape[2:3] for each in operands[:2])
+    if not same_sizes(query, key):
         return False  # kernels count causal positions from the last one, is_causal from the first
+    return runs(*read_as_rows(node, operands))
+
+
+def read_as_rows(node: Node, operands: list[Node]) -> list[Tensor]:
+    """Example values of q, k and v as operators read them for this call: [B, S, H, D]."""
     dtype = value_of(node).dtype
-    return runs(*(each.transpose(1, 2).to(dtype) for each in (query, key, value)))
+    return [value_of(each).transpose(1, 2).to(dtype) for each in operands]
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -142,12 +151,19 @@ def _replaced(attention: Attention, operands: list[Node]) -> Attention:
 
 def put_window(node: Node, operands: list[Node], window: Window) -> Node:
     """Put the operator in the place of a call of SDPA, or of one with sinks; returns it. operands: q, k and v."""
+    sinks = [node.kwargs["sinks"]] if has_sinks(node) else []
+    return put_operator(WINDOW_ATTENTION, node, operands, window, sinks)
+
+
+def put_operator(
+    target: Callable[..., Any], node: Node, operands: list[Node], given: Sequence[Any], more: Sequence[Any] = ()
+) -> Node:
+    """Put ``target``, of operands, what is given, a scale and more, in the place of a call of SDPA; returns it."""
     write, scale = Writer(node), argument(node, 6, "scale")
-    given = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
+    factor = 1 / math.sqrt(value_of(operands[0]).shape[3]) if scale is None else float(scale)
     dtype = value_of(node).dtype  # an autocast is at work if theirs are others
     cast = [each if value_of(each).dtype == dtype else write.method("to", each, dtype) for each in operands]
-    sinks = [node.kwargs["sinks"]] if has_sinks(node) else []
-    call = write.call(WINDOW_ATTENTION, *cast, *window, given, *sinks)
+    call = write.call(target, *cast, *given, factor, *more)
     result = write.laid_out_like(call, node)  # views of it may follow
     for new in write.written:
         new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="needs t
 
 ADDRESS, STRIDES = 1 << 20, (256 * 4 * 128, 4 * 128, 128)
 
+MASKED = {"bits": 0, "growth": 1.0, "mask": ADDRESS, "tiles": ADDRESS}
+
 
 def arguments(**changed: Any) -> list[Any]:
     """Those of a sound request but for its addresses, which nothing gets as far as to read."""
@@ -20,7 +22,7 @@ def arguments(**changed: Any) -> list[Any]:
         "device": 0, "dtype": core.BFLOAT16, "left": -1, "right": -1, "sizes": (2, 4, 4, 256, 256, 128), "scale": 0.1,
         "growth": 1.1,
         "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
-        "bits": ADDRESS, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
+        "bits": ADDRESS, "mask": 0, "tiles": 0, "mask_batches": 1, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
     }  # fmt: skip
     assert changed.keys() <= given.keys()
     return list({**given, **changed}.values())
@@ -38,8 +40,14 @@ def arguments(**changed: Any) -> list[Any]:
         ({"sizes": (2, 4, 0, 256, 256, 128), "bits": 0, "growth": 1.0}, "heads must be a multiple of key_heads"),
         ({"sizes": (2, 4, 2, 256, 256, 128)}, "each head must have keys of its own"),
         ({"bits": 0}, "where none is dropped growth must be 1"),
-        ({"left": 5}, "weights are dropped from all keys, or from causal ones"),
-        ({"right": 5}, "weights are dropped from all keys, or from causal ones"),
+        ({"left": 5}, "weights are dropped from all keys, from causal ones, or under a mask"),
+        ({"right": 5}, "weights are dropped from all keys, from causal ones, or under a mask"),
+        ({**MASKED, "tiles": 0}, "a mask has tiles, and is aligned to 16 bytes"),
+        ({**MASKED, "mask": 0}, "a mask has tiles, and is aligned to 16 bytes"),
+        ({**MASKED, "mask": ADDRESS + 8}, "a mask has tiles, and is aligned to 16 bytes"),
+        ({**MASKED, "right": 0}, "under a mask there is no window"),
+        ({**MASKED, "left": 5}, "under a mask there is no window"),
+        ({**MASKED, "mask_batches": 3}, "a mask for each batch, or one for all"),
         ({"dtype": 0}, "TE_FLOAT16 or TE_BFLOAT16"),
         ({"out": 0}, "out or logsumexp is null"),
         ({"logsumexp": 0}, "out or logsumexp is null"),

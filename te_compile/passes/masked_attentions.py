@@ -1,0 +1,145 @@
+"""Attention under a mask that nothing was proved about, without what the mask hides.
+
+Padding, packed documents, a prefix, a mask made before a graph break: what a boolean mask says is known when it runs,
+not when it is compiled. PyTorch's kernels read it for each pair of query and key and compute all pairs. Here
+``te::mask_tiles`` packs it into bits and lists the tiles in which something is seen, once for all layers that read it,
+and ``te::masked_attention`` visits those. Forward and backward on an H200, bf16, in milliseconds, every sequence of
+another length up to that:
+
+    rows × heads (of keys) × positions × features     cuDNN with the mask     by tiles
+
+    {TABLE}
+
+(``python -m benchmarks.masked_attention``). The mask is one for all heads, as boolean masks of models are. One that
+is added may hide by a number that is only small; such stay, and so does attention of few queries, as in decoding. A
+dropout is drawn as ``te::dropout_attention`` draws its own, in bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_compile.ops import registry
+from te_compile.ops.mask_tiles import MASK_TILES
+from te_compile.ops.masked_attention import MASKED_ATTENTION
+from te_compile.options import Options
+from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, takes_its_own_order
+from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
+from te_compile.passes.dropout_attentions import wants_eager_draws
+from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
+from te_compile.passes.step_cost import waits_for_host
+from te_compile.passes.undo_repeated_heads import heads_before_copies
+from te_compile.passes.window_attentions import may_be_an_operator, put_operator, read_as_rows
+from te_compile.passes.writing import Writer
+
+FEWEST_QUERIES = 64
+"""Half a tile: a kernel computes whole ones."""
+
+_OPERATORS = ("mask_tiles", "masked_attention_forward", "masked_attention_backward")
+
+Runs = Callable[[Any, Any, Any, float], bool]
+"""Is there a kernel for q, k and v, [B, S, H, D], and a dropout of this probability?"""
+
+
+def is_run_by_kernels(q: Any, k: Any, v: Any, probability: float) -> bool:
+    """Has the registry something better than the references? q, k, v: [B, S, H, D]."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False  # the last bits of gradients differ from run to run
+    operators = (*_OPERATORS, "dropout_bits") if probability else _OPERATORS
+    return registry.are_run_by_kernels(operators, q.device, {"q": q, "k": k, "v": v, "probability": probability})
+
+
+def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_kernels) -> int:
+    """Give attention under a mask of booleans to kernels that skip what it hides; returns how many. The plan's linears
+    must have been selected. runs: is there a kernel?"""
+    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
+        return 0
+    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    found = [index for index, each in enumerate(plan.attentions) if each.mask == "kept" and is_ordinary(each, graphs)]
+    if not found or waits_for_host(plan, options, torch.is_grad_enabled()):
+        return 0
+    changed, changes, tiles = 0, dict[Node, bool](), dict[tuple[Graph, Node], list[Node]]()
+    for index in found:
+        node: Any = plan.attentions[index].node
+        operands = _operands(node, changes)
+        if not may_be_an_operator(node, operands, changes) or not _fits(node) or not _may_drop(node, options):
+            continue
+        q, k, v = read_as_rows(node, operands)
+        if runs(q, k, v, float(argument(node, 4, "dropout_p", 0.0))):
+            plan.attentions[index] = _replaced(plan.attentions[index], operands, changes, tiles)
+            changed += 1
+    return changed
+
+
+def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
+    """Queries, keys and values, these as they were before copies were made of them, unless each is to drop others."""
+    query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
+    drops = argument(node, 4, "dropout_p", 0.0) != 0
+    return [query, *((None if drops else heads_before_copies(node, key, value, changes)) or (key, value))]
+
+
+def _may_drop(node: Node, options: Options) -> bool:
+    """Is there no dropout, or one whose draw is Inductor's to choose, of heads that have keys of their own?"""
+    probability = argument(node, 4, "dropout_p", 0.0)
+    heads = (value_of(argument(node, place, name)).shape[1] for place, name in enumerate(("query", "key")))
+    return probability == 0 or (0 < probability < 1 and len(set(heads)) == 1 and not wants_eager_draws(options))
+
+
+def _fits(node: Node) -> bool:
+    """Is the mask one of booleans for all heads, and are queries many?"""
+    mask, (batch, _, queries, _) = argument(node, 3, "attn_mask"), value_of(node).shape
+    seen = value_of(mask)
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool or wrapped_kind(mask) or not 2 <= seen.dim() <= 4:
+        return False
+    if argument(node, 5, "is_causal", False) or seen.device != value_of(node).device:
+        return False
+    if size_hint(queries) < FEWEST_QUERIES:
+        return False
+    is_one_for_heads = seen.dim() < 3 or statically_known_true(seen.shape[-3] == 1) or seen.stride(-3) == 0
+    of_batch = seen.shape[0] if seen.dim() == 4 else 1
+    return bool(is_one_for_heads) and any(statically_known_true(of_batch == count) for count in (1, batch))
+
+
+def _replaced(
+    attention: Attention, operands: list[Node], changes: dict[Node, bool], tiles: dict[tuple[Graph, Node], list[Node]]
+) -> Attention:
+    """The attention with the operator in the place of its call. tiles: those of masks that were met before."""
+    node: Any = attention.node
+    mask = argument(node, 3, "attn_mask")
+    known = tiles.get((node.graph, mask))
+    if known is None:
+        known = _tiles_of(node, mask)
+        if not may_change(mask, changes):
+            tiles[node.graph, mask] = known
+    undone = operands[1] is not argument(node, 1, "key")
+    probability = float(argument(node, 4, "dropout_p", 0.0))
+    call = put_operator(MASKED_ATTENTION, node, operands, [*known, probability])
+    heads = {"heads": "undone", "heads_reason": ""} if undone else {}
+    return replace(attention, node=call, kernel="tiles", **heads)
+
+
+def _tiles_of(node: Node, mask: Node) -> list[Node]:
+    """The results of ``te::mask_tiles`` for the mask of this call, in front of it."""
+    write, sizes = Writer(node), []
+    for operand, name in enumerate(("query", "key")):
+        tensor = argument(node, operand, name)
+        size = value_of(tensor).shape[2]
+        sizes.append(size if isinstance(size, int) else write.method("size", tensor, 2))
+    if value_of(mask).dim() > 2:
+        mask = write.method("select", mask, -3, 0)  # of one head
+    if value_of(mask).dim() < 3:
+        mask = write.method("unsqueeze", mask, 0)
+    mask = write.method("expand", mask, -1, *sizes)
+    made = write.call(MASK_TILES, mask, torch.is_grad_enabled())
+    return [write.call(operator.getitem, made, place) for place in range(len(value_of(made)))]
