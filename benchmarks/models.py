@@ -243,6 +243,7 @@ class Task:
     work: str
     attn: str
     dtype: torch.dtype
+    padded: bool = False
 
     def build(self) -> nn.Module:
         """The model on its device, the same weights each time after a seed."""
@@ -264,9 +265,16 @@ class Task:
             labels = {"labels": torch.randint(0, 1000, (rows,), device=DEVICE)} if self.work == "train" else {}
             return {"pixel_values": pixels, **labels}
         ids = torch.randint(0, highest, (rows, sequence), device=DEVICE)
+        mask = {"attention_mask": right_padding(rows, sequence)} if self.padded else {}
         if self.work == "train":
-            return {"input_ids": ids, "labels": ids}
-        return {"input_ids": ids, "decoder_input_ids": ids} if model.decoder_ids else {"input_ids": ids}
+            return {"input_ids": ids, "labels": ids, **mask}
+        return {"input_ids": ids, "decoder_input_ids": ids, **mask} if model.decoder_ids else {"input_ids": ids, **mask}
+
+
+def right_padding(rows: int, sequence: int) -> Tensor:
+    """Which tokens of a batch are there, int64 [rows, sequence]: rows are from a third of the longest to that."""
+    lengths = torch.linspace(max(1, sequence // 3), sequence, rows, device=DEVICE).long()
+    return (torch.arange(sequence, device=DEVICE) < lengths[:, None]).long()
 
 
 def compiled(task: Task, change: Callable[[nn.Module], nn.Module] | None = None, **arguments: Any) -> Runnable:
@@ -473,6 +481,7 @@ def main() -> int:
     measure.add_arguments(parser, iterations=15)
     parser.add_argument("--models", default="llama8b,gpt2xl,bert_large", help=f"of {', '.join(MODELS)} (%(default)s)")
     parser.add_argument("--works", default=",".join(WORKS), help="(%(default)s)")
+    parser.add_argument("--padded", action="store_true", help="an attention mask: rows of a batch differ in length")
     arguments = parser.parse_args()
     models = choose(arguments.models, tuple(MODELS), "--models")
     works = choose(arguments.works, WORKS, "--works")
@@ -484,8 +493,10 @@ def main() -> int:
         for work in works:
             if work == "decode" and not MODELS[name].decodes:
                 continue
-            task = Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype])
+            padded = arguments.padded and not MODELS[name].images
+            task = Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype], padded)
             what = {"what": "model", "model": name, "work": work, "attn": task.attn, "dtype": arguments.dtype}
+            what |= {"padded": True} if padded else {}
             chosen = measure.chosen(variants(task), arguments.only)
             if arguments.turns:
                 in_turns(task, chosen, what, rows, arguments.iters)
