@@ -75,6 +75,7 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
     problems += [f"unexpected entry {entry!r}: the model has no such parameter" for entry in unplaced if strict]
     problems += [f"missing entry {entry!r}" for entry in _not_covered(model, placed) if strict]
     problems += _conflicts(placed)
+    problems += [f"parameter {name!r} is on the meta device: load its weights first" for name in _without_data(placed)]
     if problems:
         hidden = len(problems) - MOST_PROBLEMS_SHOWN
         shown = problems[:MOST_PROBLEMS_SHOWN] + ([f"and {hidden} more"] if hidden > 0 else [])
@@ -161,6 +162,13 @@ def _placed(model: nn.Module, pairs: Mapping[tuple[str, str], _Pair]) -> tuple[l
         else:
             unplaced += [pair.forward_name, pair.backward_name]
     return placed, unplaced
+
+
+def _without_data(placed: list[_Pair]) -> list[str]:
+    """The names of parameters that have no memory yet. What gives them some makes new ones, and state is that of one
+    parameter."""
+    names = (pair.forward_name.partition(".forward")[0] for pair in placed if pair.parameter.is_meta)
+    return list(dict.fromkeys(names))
 
 
 def _not_covered(model: nn.Module, placed: list[_Pair]) -> list[str]:

@@ -362,3 +362,12 @@ def test_a_mismatch_in_a_file_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(StateError) as error:
         load_state(nn.Linear(4, 6), tmp_path / "state")
     assert str(tmp_path / "state") in str(error.value) and "unexpected entry '0.weight.forward'" in str(error.value)
+
+
+def test_a_model_without_weights_yet_is_told_to_load_them_first() -> None:
+    entries = state_dict(used(two_layers()))
+    with torch.device("meta"):
+        model = two_layers()
+    with pytest.raises(StateError, match=r"parameter '1\.weight' is on the meta device: load its weights first"):
+        load_state_dict(model, entries)
+    assert state_dict(model) == {}

@@ -116,8 +116,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
         return True  # it has no values
     if type(a) is not Tensor or a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
         return a.shape == b.shape and torch.equal(a, b)
-    bits = [torch.resolve_neg(torch.resolve_conj(t.detach())).reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*bits)
+    plain = [torch.resolve_neg(torch.resolve_conj(t.detach())) for t in (a, b)]
+    whole = [torch.view_as_real(t) if t.is_complex() else t for t in plain]
+    # Of one size with the elements: a view of another size would want them side by side.
+    return torch.equal(*(t.view(_INTEGERS[t.element_size()]) for t in whole))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _version(tensor: Tensor) -> int | None:

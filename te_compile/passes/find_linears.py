@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.nn import Parameter
 
 from te_compile.flat_parameters import parameter_of
+from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
@@ -55,6 +56,10 @@ _PRODUCTS: dict[Any, str] = {
     getattr(F, "grouped_mm", torch._grouped_mm): FORM,
     F.bilinear: "bilinear",
     F.multi_head_attention_forward: "multi_head_attention",
+    torch.lstm_cell: "lstm_cell",
+    torch.gru_cell: "gru_cell",
+    torch.rnn_tanh_cell: "rnn_tanh_cell",
+    torch.rnn_relu_cell: "rnn_relu_cell",
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
 _PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "inner", "addbmm", "addmm_", "baddbmm_", "addbmm_"}
@@ -72,6 +77,9 @@ def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
         return None
     out_features, in_features = map(size_hint, value_of(weight).shape)
     site = Site("", "linear", region, node, rows_of(value_of(x)), (in_features, out_features), x, weight, bias)
+    if isinstance(value := value_of(bias), Tensor) and not same_sizes(value.shape, value_of(weight).shape[:1]):
+        given = f"its bias is one of shape {tuple(value.shape)}, which is broadcast"
+        site.keep(Cause.UNSUPPORTED, f"{given}; give it one number for each of the {out_features} features for FP8")
     try:
         site.multiplies_by(weights.weight(weight, region, transposed=False, by_products=True))
     except NotAWeightError as reason:

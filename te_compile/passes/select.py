@@ -25,6 +25,7 @@ from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, called, size_hint, value_of, wrapped_kind
 from te_compile.passes.input_readers import price_of_input, readers_of_inputs, saved_by, weights_of
 from te_compile.passes.plan import Cause, Plan, Site
+from te_compile.passes.regions import Region
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch
@@ -238,7 +239,22 @@ def by_dtype(site: Site, options: Options) -> Verdict:
             return Cause.UNSUPPORTED, f"its {what} has no dtype and shape on record; nothing to do: it cannot be judged"
         if value.dtype not in DTYPES:
             return Cause.UNSUPPORTED, f"its {what} is {value.dtype}; cast it to bfloat16, float16 or float32 for FP8"
+    of_input, of_weight = value_of(site.x).dtype, value_of(site.weight).dtype
+    if of_input != of_weight and not _may_be_under_autocast(site):  # Dynamo's fake tensors are not so strict
+        return Cause.UNSUPPORTED, f"its input is {of_input}, its weight {of_weight}, which PyTorch refuses; cast either"
     return None
+
+
+def _may_be_under_autocast(site: Site) -> bool:
+    """Is an autocast at work around the graph, or does one begin in it, or around the body that the site is in?"""
+    if torch.is_autocast_enabled(value_of(site.node).device.type):
+        return True
+    region: Region | None = site.region
+    while region is not None:
+        if any(node.target is torch.amp.autocast_mode._enter_autocast for node in region.graph.nodes):
+            return True
+        region = region.parent
+    return False
 
 
 def by_size(site: Site, options: Options) -> Verdict:

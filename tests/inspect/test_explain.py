@@ -412,6 +412,25 @@ def test_a_model_that_was_looked_at_dies_with_its_last_user(look: Callable[..., 
     assert not any(each() is not None for each in held)
 
 
+@pytest.mark.parametrize(
+    "made", [torch.arange(18).view(2, 9)[:, :1], torch.arange(9)[::3], torch.randn(3, 4).cfloat().T]
+)
+def test_an_argument_may_lie_in_memory_as_it_likes(made: Tensor) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj, self.table = nn.Linear(32, 32), nn.Buffer(torch.randn(32, 9)[:, 4:5])
+
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            self.table += 1
+            return self.proj(x) * self.table.mT + given.abs().sum()
+
+    model, before = Reads(), made.clone()
+    table = model.table.clone()
+    assert len(te_compile.explain(model, torch.randn(4, 32), made).rows) == 1
+    assert torch.equal(made, before) and torch.equal(model.table, table)
+
+
 def test_arguments_stay_as_they_were() -> None:
     def write(x: Tensor, seen: list[int], cache: transformers.DynamicCache) -> Tensor:
         x[0] = torch.nan

@@ -26,7 +26,7 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SHARED_MEMORY = 99 << 10
 SMALL = [(8, 9), (12, 0)]
 WRITTEN = {"measure", "produce", "alone"}  # by kernels/pointwise_source.py
-ON_HOPPER_ALONE = ("dropout_attention.py", "dropout_attention_backward.py", "dropout_bits.py")
+ON_HOPPER_ALONE = ("dropout_attention.py", "dropout_attention_backward.py", "dropout_bits.py", "mask_tiles.py")
 
 compiles = pytest.mark.skipif(not PTXAS.exists(), reason="this Triton brings no ptxas")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -325,3 +326,33 @@ def test_a_linear_in_a_function_of_the_users_is_one_and_goes_by_the_name_of_its_
     assert len(report.rows) == 2 and "autograd_function_apply" in rows["block.own"].reason
     torch._dynamo.reset()
     train_step(model, compiled(model, strict=True, exclude=[pattern]), x)
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (1, 48), (8, 48), (8, 1)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_bias_that_is_broadcast_keeps_its_linear_and_says_so(shape: tuple[int, ...], training: bool) -> None:
+    class Broadcast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    model, x = Broadcast(), torch.randn(8, 32)
+    with torch.set_grad_enabled(training):
+        y = compiled(model)(x)
+        torch.testing.assert_close(y, model(x))
+    if training:
+        got, wanted = (torch.autograd.grad(each.sum(), model.bias)[0] for each in (y, model(x)))
+        torch.testing.assert_close(got, wanted)
+    (row,) = te_compile.explain(model, x).rows
+    assert row.status == "kept" and f"its bias is one of shape {shape}" in row.reason
+    with pytest.raises(Exception, match="its bias is one of shape"):
+        compiled(model, strict=True)(x)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, partial(nn.RNNCell, nonlinearity="relu"), nn.RNNCell])
+def test_cells_of_recurrent_networks_are_reported(cell: Callable[..., nn.Module]) -> None:
+    (row,) = te_compile.explain(cell(64, 64), torch.randn(32, 64)).rows
+    assert row.status == "kept" and row.form.endswith("_cell") and row.reason

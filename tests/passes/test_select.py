@@ -388,6 +388,24 @@ def test_every_training_dtype_is_taken(dtype: torch.dtype) -> None:
     assert verdict(Named(proj=(32, 48)).to(dtype), torch.randn(5, 32, dtype=dtype)).status == "fp8"
 
 
+@pytest.mark.parametrize("form", [F.linear, lambda x, w: x @ w.T])
+def test_what_pytorch_would_not_multiply_is_not_multiplied(form: Callable[..., Tensor]) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 32, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return form(x, self.weight).float()
+
+    x = torch.randn(5, 32)
+    for fast in (Mixed(), compiled(Mixed())):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            fast(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(Mixed())(x).shape == (5, 48)
+
+
 def test_a_dtype_that_is_not_taken_is_named() -> None:
     site = verdict(Named(proj=(32, 48)).double(), torch.randn(5, 32).double())
     assert site.cause is Cause.UNSUPPORTED and "float64" in site.reason
