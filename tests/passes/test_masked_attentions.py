@@ -30,7 +30,7 @@ from tests.compiling import compiled, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "an_order_of_kernels_that_nobody_has_changed")
 
-LENGTH, WIDTH, HEADS = 80, 16, 4
+LENGTH, WIDTH, HEADS = 256, 16, 4
 
 
 def packed(length: int = LENGTH) -> Tensor:
@@ -306,6 +306,6 @@ def test_lengths_may_vary_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> 
     )
     model = Block()
     fast = compiled(model, exclude=["*"], cost_model=False)
-    for length in (80, 131, 257):
+    for length in (256, 300, 391):
         x, there = torch.randn(2, length, 64), padding(length)
         assert relative_error(fast(x, there), model(x, there)) < 1e-4
