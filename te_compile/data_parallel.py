@@ -23,7 +23,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def tell_of_cuts() -> None:
     """Warn once for each model whose graphs are cut, while one is being compiled."""
-    model = _active()
+    model = active()
     if model is None or model in _told or get_optimize_ddp_mode() != "ddp_optimizer":
         return
     bucket, exchanged = model.bucket_bytes_cap, sum(each.nbytes for each in model.parameters() if each.requires_grad)
@@ -39,7 +39,7 @@ def tell_of_cuts() -> None:
     )
 
 
-def _active() -> Any:
+def active() -> Any:
     """The DistributedDataParallel whose forward is running; None outside of one."""
     if not torch.distributed.is_available():
         return None

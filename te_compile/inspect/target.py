@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -55,13 +56,36 @@ def _copied(function: FunctionType) -> FunctionType:
 
 def modules_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[nn.Module]:
     """Every module that a call of ``target`` can reach in an ordinary way."""
-    roots = [target, getattr(target, "__self__", None), *args, *kwargs.values()]
+    waiting, seen, found = [target, *args, *kwargs.values(), *_held_by(target)], set[int](), dict[int, nn.Module]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            found.update((id(module), module) for module in each.modules())
+        elif isinstance(each, list | tuple | set):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += each.values()
+    return list(found.values())
+
+
+def _held_by(target: Any) -> Iterator[Any]:
+    """What a call of ``target`` can read: what a partial is given, a method's own object, what a function closes over
+    and what a callable object holds."""
+    while isinstance(target, partial):
+        yield from (*target.args, *target.keywords.values(), target.func)
+        target = target.func
+    own = getattr(target, "__self__", None)
     function = inspect.unwrap(getattr(target, "__func__", target))
     if isinstance(function, FunctionType):
         closed = inspect.getclosurevars(function)
-        roots += [*closed.nonlocals.values(), *closed.globals.values()]
-    found = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    return list({id(module): module for module in found}.values())
+        yield from (own, *closed.nonlocals.values(), *closed.globals.values())
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for each in (target, own):
+        if not isinstance(each, nn.Module | FunctionType | MethodType) and hasattr(each, "__dict__"):
+            yield from vars(each).values()
 
 
 @contextmanager

@@ -49,13 +49,16 @@ def random_numbers() -> Iterator[None]:
 def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[None]:
     """Put back attributes and buffers of ``modules``; parameters that changed, too many to copy, go to ``changed``.
 
+    Of what attributes hold, lists, dicts, sets and tensors are put back, too; other objects stay as a look leaves them.
     Inside, none of the modules is compiled: a part that the user has compiled by itself is looked at, not run by him.
     """
     modules = list(modules)
     attributes = [(module, dict(module.__dict__)) for module in modules]
     children = [(module, dict(module._modules)) for module in modules]
     stores = [(store, dict(store)) for module in modules for store in (module._buffers, module._parameters)]
-    values = tensor_values(buffer for module in modules for buffer in module._buffers.values())
+    written = [buffer for module in modules for buffer in module._buffers.values()]
+    _own_containers(modules, written)
+    values = tensor_values(written)
     parameters = [(n, p) for module in modules for n, p in module._parameters.items() if p is not None]
     versions = [(name, parameter, _version(parameter)) for name, parameter in parameters]
     for module in modules:
@@ -75,6 +78,34 @@ def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[N
         for store, tensors in stores:
             _put_back(store, tensors)
         changed += [name for name, parameter, version in versions if _version(parameter) != version]
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def _own_containers(modules: list[nn.Module], tensors: list[Tensor | None]) -> None:
+    """Give ``modules`` copies of the containers that their attributes hold, one for each; the tensors are noted."""
+    copies: dict[int, Any] = {}
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        if type(value) not in (list, tuple, dict, set):
+            return value
+        if id(value) not in copies:
+            copied = copies[id(value)] = type(value)()  # known before its items are, one of which may hold it
+            if type(value) is dict:
+                copied.update((key, own(item)) for key, item in value.items())
+            elif type(value) is list:
+                copied.extend(map(own, value))
+            else:
+                copies[id(value)] = type(value)(map(own, value))
+        return copies[id(value)]
+
+    for module in modules:
+        for name, value in list(module.__dict__.items()):
+            if name not in _OF_EVERY_MODULE:
+                module.__dict__[name] = own(value)
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

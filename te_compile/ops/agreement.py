@@ -11,6 +11,10 @@ Where a forward pass does read states whose amaxes wait, as that of a block whic
 the backward pass (a reentrant checkpoint, a hook), the ranks agree before it. Only a pass that trains asks for that:
 what one rank alone does without gradients, an evaluation, must not wait for the others, and reads what there is. What
 runs inside of CUDA graphs or compiled autograd is agreed on where it stands.
+
+Which ranks, DistributedDataParallel knows: those of its process group. Nor do ranks agree on micro-batches whose
+gradients they do not exchange (``no_sync``), of which each may have another number: their largest amaxes are held until
+the backward pass that does.
 """
 
 from __future__ import annotations
@@ -19,14 +23,16 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from weakref import WeakValueDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_compile import data_parallel
 from te_compile.ops import same_layers
 
 Update = Callable[..., object]
@@ -38,7 +44,7 @@ class _Measured:
     """Amaxes that this rank has seen, fp32 [rows of all states], and what is done with the largest of all ranks.
 
     ``order``: the places of the states (``_Lasting``). ``stream``: the one that they were measured on; 0 on
-    a CPU.
+    a CPU. ``wrapper``: what trains them.
     """
 
     amaxes: Tensor
@@ -47,6 +53,7 @@ class _Measured:
     how: tuple[str, ...]
     order: list[int]
     stream: int = 0
+    wrapper: _Wrapper = field(default_factory=lambda: _nobody())
 
     def arrive(self) -> None:
         """Have the current stream wait for the amaxes."""
@@ -72,9 +79,10 @@ def are_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def agree(amaxes: Tensor) -> None:
-    """Make ``amaxes``, fp32 [R], the largest of all ranks, in place; infinity wins and is skipped."""
-    torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX)
+def agree(amaxes: Tensor, group: Any = None) -> None:
+    """Make ``amaxes``, fp32 [R], the largest of all ranks, or of a process group's, in place; infinity wins and is
+    skipped."""
+    torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
 # --- which states may be updated later ------------------------------------------------------------------------------
@@ -82,10 +90,12 @@ def agree(amaxes: Tensor) -> None:
 
 @dataclass
 class _Lasting:
-    """A state that outlives a pass, and its place in the order in which such states first took part in an exchange."""
+    """A state that outlives a pass, its place in the order in which such states first took part in an exchange, and
+    what trains it."""
 
     state: ref[Tensor]
     place: int | None = None
+    wrapper: _Wrapper = field(default_factory=lambda: _nobody())
 
 
 _lasting: dict[int, _Lasting] = {}  # by their addresses
@@ -93,11 +103,13 @@ _lasting: dict[int, _Lasting] = {}  # by their addresses
 
 def remember(states: Sequence[Tensor]) -> None:
     """These very tensors are states, as they are handed to compiled graphs."""
+    wrapper = _wrapper_now()
     for state in states:
         address = state.data_ptr()
         known = _lasting.get(address)
         if known is None or known.state() is not state:
-            _lasting[address] = _Lasting(ref(state, partial(_forget, address)))
+            known = _lasting[address] = _Lasting(ref(state, partial(_forget, address)))
+        known.wrapper = wrapper
 
 
 def _forget(address: int, gone: ref[Tensor]) -> None:
@@ -118,6 +130,64 @@ def may_wait(states: Sequence[Tensor], amaxes: Tensor) -> bool:
     if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
         return False
     return are_lasting(states) and not (amaxes.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# --- who trains them, and when it exchanges gradients ---------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Wrapper:
+    """A DistributedDataParallel, and whether it exchanges the gradients of its last forward pass; without one, all
+    ranks and always."""
+
+    module: Callable[[], Any] = lambda: None
+    exchanges: bool = True
+
+    @property
+    def group(self) -> Any:
+        """The ranks that agree; None for all."""
+        module = self.module()
+        group = None if module is None else module.process_group
+        return None if group is _world() else group
+
+
+_NOBODY = _Wrapper()
+
+
+def _nobody() -> _Wrapper:
+    return _NOBODY
+
+
+_wrappers: WeakKeyDictionary[Any, _Wrapper] = WeakKeyDictionary()
+
+
+def _wrapper_now() -> _Wrapper:
+    """What the forward pass that is running belongs to."""
+    module = data_parallel.active()
+    if module is None:
+        return _NOBODY
+    wrapper = _wrappers.get(module)
+    if wrapper is None:
+        wrapper = _wrappers[module] = _Wrapper(ref(module))
+    return wrapper
+
+
+def _wrapper_of(addresses: Sequence[int]) -> _Wrapper:
+    """What trains lasting states. A forward pass that trains says who does, and whether gradients are exchanged."""
+    if torch._C._current_graph_task_id() == -1:
+        wrapper = _wrapper_now()
+        if wrapper is not _NOBODY:
+            wrapper.exchanges = bool(wrapper.module().require_backward_grad_sync)
+            for address in addresses:
+                _lasting[address].wrapper = wrapper
+            return wrapper
+    return _lasting[addresses[0]].wrapper
+
+
+def group_of(states: Sequence[Tensor]) -> Any:
+    """The ranks that agree on the amaxes of ``states``; None for all."""
+    known = _lasting.get(states[0].data_ptr())
+    return (_wrapper_now() if known is None else known.wrapper).group
 
 
 # --- what was measured twice ----------------------------------------------------------------------------------------
@@ -159,16 +229,17 @@ def agree_later(amaxes: Tensor, states: list[Tensor], update: Update, how: tuple
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     addresses = [state.data_ptr() for state in states]
     waiting = _of_this_pass()
-    waiting.append(_Measured(amaxes, states, update, how, _places_of(addresses), stream))
+    wrapper = _wrapper_of(addresses)
+    waiting.append(_Measured(amaxes, states, update, how, _places_of(addresses, wrapper.group), stream, wrapper))
     _awaited.update(dict.fromkeys(addresses, ref(waiting)))
 
 
 @dataclass
 class _Ranks:
-    """Those that come together now: their process group, and how many states have a place among them."""
+    """Those that come together now: the process group of all, and how many states have a place in that of a group."""
 
-    group: Callable[[], object] = lambda: None
-    places: Iterator[int] = field(default_factory=itertools.count)
+    world: Callable[[], object] = lambda: None
+    places: WeakKeyDictionary[Any, Iterator[int]] = field(default_factory=WeakKeyDictionary)
 
 
 _ranks = _Ranks()
@@ -178,20 +249,21 @@ def _world() -> object:
     return torch.distributed.group.WORLD
 
 
-def _places_of(addresses: Sequence[int]) -> list[int]:
+def _places_of(addresses: Sequence[int], group: Any = None) -> list[int]:
     """Of lasting states, which have one from here on. Ranks that come together anew, one of them perhaps in a process
-    of its own, count from the beginning."""
-    group = _world()
-    if group is not _ranks.group():
-        _ranks.group, _ranks.places = ref(group), itertools.count()
+    of its own, count from the beginning; those of each process group count their own."""
+    world = _world()
+    if world is not _ranks.world():
+        _ranks.world, _ranks.places = ref(world), WeakKeyDictionary()
         same_layers.begin_again()
         for known in list(_lasting.values()):
             known.place = None
+    places = _ranks.places.setdefault(world if group is None else group, itertools.count())
     found = []
     for address in addresses:
         state = _lasting[address]
         if state.place is None:
-            state.place = next(_ranks.places)
+            state.place = next(places)
         found.append(state.place)
     return found
 
@@ -247,8 +319,44 @@ def _settle(*several: _Waiting) -> None:
         for state in each.states:
             _awaited.pop(state.data_ptr(), None)
         each.arrive()
-    for device in dict.fromkeys(each.amaxes.device for each in arriving):
-        _settle_on([each for each in arriving if each.amaxes.device == device])
+    due = [each for each in _with_held(arriving) if each.wrapper.exchanges]
+    for device, group in dict.fromkeys((each.amaxes.device, each.wrapper.group) for each in due):
+        _settle_on([each for each in due if each.amaxes.device == device and each.wrapper.group is group])
+
+
+_held: WeakKeyDictionary[_Wrapper, list[_Measured]] = WeakKeyDictionary()
+
+
+def _with_held(arriving: Sequence[_Measured]) -> list[_Measured]:
+    """What arrives, with what is held for it. What does not exchange gradients now is held: of several micro-batches
+    the largest of each amax, so that an exchange has as many whatever their number."""
+    due: list[_Measured] = []
+    for wrapper in dict.fromkeys(each.wrapper for each in arriving):
+        own = [each for each in arriving if each.wrapper is wrapper]
+        held = _held.pop(wrapper, [])
+        if not wrapper.exchanges or held:
+            own = _largest([*held, *own])
+        if wrapper.exchanges:
+            due += own
+        else:
+            _held[wrapper] = own
+    return due
+
+
+def _largest(measured: Sequence[_Measured]) -> list[_Measured]:
+    """Amaxes of the same states as one, the largest of each."""
+    found: dict[tuple[Any, ...], _Measured] = {}
+    for each in measured:
+        key = (*each.how, *(state.data_ptr() for state in each.states))
+        before = found.get(key)
+        if before is None:
+            found[key] = each
+            continue
+        before.arrive()
+        device = each.amaxes.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        found[key] = replace(each, amaxes=torch.maximum(before.amaxes, each.amaxes), stream=stream)
+    return list(found.values())
 
 
 def _settle_on(arriving: Sequence[_Measured]) -> None:
@@ -268,7 +376,7 @@ def _agreed(arriving: Sequence[_Measured]) -> Tensor:
     measured = sum(each.numel() for each in amaxes)
     order = [place for each in arriving for place in each.order]
     together = torch.cat([*amaxes, *same_layers.fingerprint(order, amaxes[0].device)])
-    agree(together)
+    agree(together, arriving[0].wrapper.group)
     same_layers.look_at(together[measured:])
     return together[:measured]
 
@@ -291,7 +399,7 @@ def let_go(states: Sequence[Tensor]) -> None:
     """``states``, fp32 [rows, 2 + L], are written otherwise: what waits for them is agreed on all the same, as other
     ranks expect, and then dropped."""
     gone = {state.data_ptr() for state in states}
-    for waiting in (_from_forwards, *_waiting.values()):
+    for waiting in (_from_forwards, *_waiting.values(), *_held.values()):
         for each in list(waiting):
             each.states = [state.clone() if state.data_ptr() in gone else state for state in each.states]
     for address in gone:

@@ -138,7 +138,7 @@ def scale_update(
         if not (in_cuda_graphs and flat.is_cuda) and agreement.may_wait(states, flat):
             agreement.agree_later(flat, states, update, how)
             return
-        agreement.agree(flat)
+        agreement.agree(flat, agreement.group_of(states))
         update(states, [flat], *how)
 
     return run

@@ -13,9 +13,9 @@ and ``te::masked_attention`` visits those. On an H100 attention with its gradien
     64 × 12, 12 × 512 × 64                           hides nothing                       0.98              0.95
     64 × 16, 16 × 128 × 64                           padded to 42 … 128                  0.19              0.22
 
-and packing the mask 0.006 to 0.03 (``python -m benchmarks.masked_attention``). The mask is one for all heads, as boolean
-masks of models are. One that is added may hide by a number that is only small; such stay, and so does attention of few
-queries, as in decoding. A dropout is drawn as ``te::dropout_attention`` draws its own, in bits.
+and packing the mask 0.006 to 0.03 (``python -m benchmarks.masked_attention``). The mask must be one for all heads. One
+that is added may hide by a number that is only small; such stay, and so does attention of few queries, as in decoding.
+A dropout is drawn as ``te::dropout_attention`` draws its own, in bits.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -442,6 +443,65 @@ def test_arguments_stay_as_they_were() -> None:
     expected = x.clone()
     te_compile.explain(write, x, seen, cache)
     assert torch.equal(x, expected) and seen == [0] and cache.get_seq_length() == 0
+
+
+class Counting(nn.Module):
+    """It notes its calls in whatever its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.calls = nn.Linear(16, 16), nn.Buffer(torch.zeros(()))
+        self.seen: list[int] = []
+        self.by_name: dict[str, Any] = {"again": self.seen, "widths": {1}, "sums": [torch.zeros(16)]}
+        self.last = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(self.seen))
+        self.by_name["widths"].add(x.shape[1])
+        self.by_name["sums"][0] += x.sum(0)
+        self.last.copy_(x[0])
+        return self.proj(x)
+
+    def notes(self) -> tuple[Any, ...]:
+        assert self.by_name["again"] is self.seen
+        tensors = (self.calls, self.last, self.by_name["sums"][0])
+        return (*(float(each.abs().sum()) for each in tensors), list(self.seen), set(self.by_name["widths"]))
+
+
+class Holder:
+    """A callable object that has a model, in a list."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = [model]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.models[0](x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda model: model,
+        lambda model: functools.partial(model),
+        lambda model: functools.partial(lambda m, x: m(x), model),
+        lambda model: Holder(model),
+        lambda model: Holder(model).run,
+        lambda model: lambda x, models={"one": model}: models["one"](x),
+    ],
+    ids=["module", "partial", "partial of a function", "object", "its method", "default"],
+)
+def test_what_a_model_notes_in_its_attributes_stays_as_it_was(way: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    model = Counting()
+    model(x16())
+    before = model.notes()
+    assert len(te_compile.explain(way(model), x16()).rows) == 1
+    assert model.notes() == before
+    model(x16())
+    assert model.notes() != before
 
 
 def test_an_inference_tensor_that_is_written_to_stays_as_it_was() -> None:

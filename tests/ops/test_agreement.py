@@ -187,7 +187,7 @@ def test_updates_on_other_devices_are_done_apart(reductions: list[int], monkeypa
     def update(states: list[Tensor], *_: Any) -> None:
         noted.append([state.device.type for state in states])
 
-    monkeypatch.setattr(agreement, "agree", lambda amaxes: reductions.append(amaxes.numel()))
+    monkeypatch.setattr(agreement, "agree", lambda amaxes, group: reductions.append(amaxes.numel()))
     devices = ["cpu", "meta", "meta", "cpu"]
     waiting = agreement._Waiting(
         agreement._Measured(torch.ones(1, device=each), [torch.zeros(1, 6, device=each)], update, (), [0])
@@ -206,7 +206,7 @@ def test_whoever_comes_second_finds_nothing_left_to_do(monkeypatch: pytest.Monke
     def update(states: list[Tensor], *_: Any) -> None:
         noted.append(len(states))
 
-    monkeypatch.setattr(agreement, "agree", lambda amaxes: agreement._settle(waiting))
+    monkeypatch.setattr(agreement, "agree", lambda amaxes, group: agreement._settle(waiting))
     waiting += [agreement._Measured(torch.ones(1), [torch.zeros(1, 6)], update, (), [0]) for _ in range(3)]
     agreement._settle(waiting)
     assert noted == [3] and not waiting
@@ -294,6 +294,72 @@ def test_states_have_places_from_their_first_exchange_on(monkeypatch: pytest.Mon
     assert places([*states, *later]) == [None, None, 0]
 
 
+class Wrapper:
+    """What a forward pass may find itself in, as DistributedDataParallel is."""
+
+    def __init__(self) -> None:
+        self.process_group, self.require_backward_grad_sync = torch.distributed.new_group([0]), True
+
+
+@pytest.fixture
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> Wrapper:
+    made = Wrapper()
+    monkeypatch.setattr(agreement.data_parallel, "active", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_micro_batches_whose_gradients_are_not_exchanged_have_one_exchange(
+    count: int, wrapper: Wrapper, reductions: list[int]
+) -> None:
+    """Whatever their number, and with the largest amax of all."""
+    forwards, backwards = fresh(2), fresh(1)
+    amaxes = torch.rand(count, 3) + 0.5
+    for place, amax in enumerate(amaxes):
+        wrapper.require_backward_grad_sync = place == count - 1
+        agreement.settle_before_reading(forwards)
+        UPDATE_SCALES(forwards, [amax[:2]], "forward", KEY)
+        in_backward(partial(UPDATE_SCALES, backwards, [amax[2:]], "backward", KEY))
+        assert all(state.any() == wrapper.require_backward_grad_sync for state in (*forwards, *backwards))
+    assert reductions == [3 + MORE]
+    for state, amax in zip((*forwards, *backwards), amaxes.amax(0), strict=True):
+        assert state[0, 2:].tolist() == [amax.item(), 0.0, 0.0, 0.0]
+
+
+def test_states_that_are_written_in_between_keep_what_was_written(wrapper: Wrapper, reductions: list[int]) -> None:
+    first, second = fresh(2)
+    wrapper.require_backward_grad_sync = False
+    UPDATE_SCALES([first, second], [torch.ones(2)], "forward", KEY)
+    in_backward(lambda: None)
+    in_backward(lambda: UPDATE_SCALES([second], [torch.ones(1)], "backward", KEY))
+    agreement.let_go([first])
+    wrapper.require_backward_grad_sync = True
+    UPDATE_SCALES([second], [torch.ones(1)], "forward", KEY)
+    in_backward(lambda: UPDATE_SCALES([second], [torch.ones(1)], "backward", KEY))
+    assert not first.any() and second[0, 2] == 1
+
+
+def test_the_ranks_of_a_process_group_agree_among_themselves(wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    all_reduce = torch.distributed.all_reduce
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_reduce",
+        lambda *given, group, **named: (asked.append(group), all_reduce(*given, **named)),
+    )
+    states, others, stray = fresh(2), fresh(1), torch.zeros(1, 6)
+    UPDATE_SCALES(states[:1], [torch.ones(1)], "forward", KEY)
+    monkeypatch.setattr(agreement.data_parallel, "active", lambda: None)
+    agreement.remember(others)
+    UPDATE_SCALES(others, [torch.ones(1)], "forward", KEY)  # another model's, of all ranks
+    in_backward(lambda: UPDATE_SCALES(states[1:], [torch.ones(1)], "backward", KEY))
+    assert asked == [wrapper.process_group, None] and [state[0, 2] for state in (*states, *others)] == [1, 1, 1]
+    places = [agreement._lasting[state.data_ptr()].place for state in (*states, *others)]
+    assert len(set(places[:2])) == 2
+    UPDATE_SCALES([stray], [torch.ones(1)], "forward", KEY)  # which no graph was handed, and is updated at once
+    assert asked[2:] == [None]
+
+
 @pytest.mark.parametrize("of_the_other_rank", [(0, 1), (1, 0), (0,), (0, 2)])
 def test_ranks_that_run_other_layers_are_told(
     of_the_other_rank: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -305,7 +371,7 @@ def test_ranks_that_run_other_layers_are_told(
     assert begin is not None
     other = torch.cat(same_layers.fingerprint([begin + each for each in of_the_other_rank], torch.device("cpu")))
 
-    def agree(amaxes: Tensor) -> None:
+    def agree(amaxes: Tensor, group: Any) -> None:
         amaxes[-MORE:] = torch.maximum(amaxes[-MORE:], other)
 
     monkeypatch.setattr(agreement, "agree", agree)

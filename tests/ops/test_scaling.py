@@ -72,7 +72,8 @@ def test_all_ranks_take_the_largest_amax_in_one_all_reduce(monkeypatch: pytest.M
     elsewhere = torch.tensor([0.5, 8.0, torch.inf])
     calls: list[Any] = []
 
-    def all_reduce(tensor: Tensor, op: Any) -> None:
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+        assert group is None
         calls.append(op)
         tensor.copy_(torch.maximum(tensor, elsewhere))
 
