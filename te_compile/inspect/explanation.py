@@ -49,8 +49,9 @@ def explain(
         call; the backward pass is part of the report and is not run.
     options: as for ``torch.compile(model, backend="te_fp8", options=…)``. ``strict`` raises nothing here.
 
-    The model runs forward once, for a captured graph may depend on the results of another. Its attributes and buffers,
-    the arguments, random numbers, FP8 state and everything that is compiled are afterwards as they were.
+    The model runs forward once, for a captured graph may depend on the results of another. Its attributes, the lists,
+    dicts, sets and tensors that they hold, its buffers, the arguments, random numbers, FP8 state and everything that is
+    compiled are afterwards as they were; other objects that attributes hold are not.
     """
     Options.resolve(options)  # for its errors, before options that are no dict are merged
     given = {**(options or {}), "strict": False}
