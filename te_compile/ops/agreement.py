@@ -330,6 +330,8 @@ _held: WeakKeyDictionary[_Wrapper, list[_Measured]] = WeakKeyDictionary()
 def _with_held(arriving: Sequence[_Measured]) -> list[_Measured]:
     """What arrives, with what is held for it. What does not exchange gradients now is held: of several micro-batches
     the largest of each amax, so that an exchange has as many whatever their number."""
+    for wrapper in [each for each in _held if each is not _NOBODY and each.module() is None]:
+        del _held[wrapper]  # nobody will ask for it
     due: list[_Measured] = []
     for wrapper in dict.fromkeys(each.wrapper for each in arriving):
         own = [each for each in arriving if each.wrapper is wrapper]

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.ops import registry
@@ -37,6 +37,7 @@ from te_compile.options import Options
 from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, takes_its_own_order
 from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
+from te_compile.passes.fold_masks import WINDOW
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
@@ -72,7 +73,7 @@ def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs:
     found = [index for index, each in enumerate(plan.attentions) if each.mask == "kept" and is_ordinary(each, graphs)]
     if not found or waits_for_host(plan, options, torch.is_grad_enabled()):
         return 0
-    changed, changes, tiles = 0, dict[Node, bool](), dict[tuple[Graph, Node], list[Node]]()
+    changed, changes, tiles = 0, dict[Node, bool](), dict[tuple[Any, ...], list[Node]]()
     for index in found:
         node: Any = plan.attentions[index].node
         operands = _operands(node, changes)
@@ -115,21 +116,26 @@ def _fits(node: Node) -> bool:
 
 
 def _replaced(
-    attention: Attention, operands: list[Node], changes: dict[Node, bool], tiles: dict[tuple[Graph, Node], list[Node]]
+    attention: Attention, operands: list[Node], changes: dict[Node, bool], tiles: dict[tuple[Any, ...], list[Node]]
 ) -> Attention:
-    """The attention with the operator in the place of its call. tiles: those of masks that were met before."""
+    """The attention with the operator in the place of its call. tiles: those of masks that were met before, which may
+    be broadcast for other queries."""
     node: Any = attention.node
     mask = argument(node, 3, "attn_mask")
-    known = tiles.get((node.graph, mask))
+    lengths = (str(value_of(argument(node, place, name)).shape[2]) for place, name in enumerate(("query", "key")))
+    key = (node.graph, mask, *lengths)
+    known = tiles.get(key)
     if known is None:
         known = _tiles_of(node, mask)
         if not may_change(mask, changes):
-            tiles[node.graph, mask] = known
+            tiles[key] = known
     undone = operands[1] is not argument(node, 1, "key")
     probability = float(argument(node, 4, "dropout_p", 0.0))
     call = put_operator(MASKED_ATTENTION, node, operands, [*known, probability])
-    heads = {"heads": "undone", "heads_reason": ""} if undone else {}
-    return replace(attention, node=call, kernel="tiles", **heads)
+    changed = {"heads": "undone", "heads_reason": ""} if undone else {}
+    if WINDOW in node.meta:  # that no kernel skips what is outside is not true of these
+        changed |= {"mask_reason": ""}
+    return replace(attention, node=call, kernel="tiles", **changed)
 
 
 def _tiles_of(node: Node, mask: Node) -> list[Node]:

@@ -339,6 +339,22 @@ def test_states_that_are_written_in_between_keep_what_was_written(wrapper: Wrapp
     assert not first.any() and second[0, 2] == 1
 
 
+def test_what_is_held_for_a_wrapper_that_is_gone_is_let_go(
+    wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch, reductions: list[int]
+) -> None:
+    states, others = fresh(1), fresh(1)
+    wrapper.require_backward_grad_sync = False
+    UPDATE_SCALES(states, [torch.ones(1)], "forward", KEY)
+    in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY))
+    assert len(agreement._held) == 1
+    made = agreement._lasting[states[0].data_ptr()].wrapper
+    monkeypatch.setattr(made, "module", lambda: None)
+    monkeypatch.setattr(agreement.data_parallel, "active", lambda: None)
+    agreement.remember(others)
+    in_backward(lambda: UPDATE_SCALES(others, [torch.ones(1)], "backward", KEY))
+    assert len(agreement._held) == 0 and reductions == [1 + MORE]
+
+
 def test_the_ranks_of_a_process_group_agree_among_themselves(wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     all_reduce = torch.distributed.all_reduce

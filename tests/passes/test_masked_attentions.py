@@ -143,6 +143,31 @@ def test_layers_share_what_is_made_of_a_mask() -> None:
     assert relative_error(result_of(gm), run(x, there)) < 1e-5
 
 
+def test_a_mask_that_is_broadcast_for_other_queries_is_another() -> None:
+    """As an encoder's is, which its decoder looks through as well."""
+
+    def run(x: Tensor, there: Tensor, shorter: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = heads(x)
+        mask = keys_alone(there)
+        first = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return first, F.scaled_dot_product_attention(heads(shorter)[0], k, v, attn_mask=mask)
+
+    given = packed(), padding(), packed(LENGTH + 70)
+    count, gm, _ = passed(run, *given)
+    assert count == 2 and len(calls_of(gm, MASK_TILES)) == 2
+    for one, other in zip(gm(*gm.given), run(*given), strict=True):
+        assert relative_error(one, other) < 1e-5
+
+
+def test_a_window_with_a_dropout_says_no_more_than_is_true() -> None:
+    def window(there: Tensor) -> Tensor:
+        place = torch.arange(there.shape[1])
+        return (place <= place[:, None]) & (place > place[:, None] - 40)
+
+    _, _, plan = passed(partial(attend, mask=window, dropout_p=0.1), packed(), padding())
+    assert [(each.kernel, each.mask, each.mask_reason) for each in plan.attentions] == [("tiles", "kept", "")]
+
+
 def test_of_a_mask_that_is_written_to_every_layer_makes_its_own() -> None:
     def run(x: Tensor, there: Tensor) -> Tensor:
         mask = causal(there)
