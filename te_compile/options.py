@@ -101,12 +101,10 @@ class Options:
         call = _checked(call_options or {})
         if mode is not None and call.setdefault("mode", asked := _as_mode("mode", mode)) != asked:
             raise OptionError(f"mode={mode!r} and options['mode']={call['mode']!r}: give one, or both the same")
-        given = {**_from_environment(os.environ), **_configured, **call}
+        given: dict[str, Any] = {}
+        for layer in (_from_environment(os.environ), _configured, call):
+            given = _over(given, layer)
         own = {name: given.pop(name) for name in _CHECKS if name in given}
-        if own.get("save_memory") and own.get("cache_weights"):
-            raise OptionError(
-                "save_memory=True and cache_weights=True: copies that are kept are memory; give one of them"
-            )
         return Options(**own, inductor=given)
 
     def why_excluded(self, name: str, info: Any = None) -> str | None:
@@ -196,8 +194,21 @@ def configure(**options: Any) -> Configuration:
     for name, value in options.items():
         if value is None:
             _configured.pop(_own_or_inductor_name(name), None)
-    _configured.update(checked)
+    now = _over(_configured, checked)
+    _configured.clear()
+    _configured.update(now)
     return Configuration(before)
+
+
+_EXCLUDE_EACH_OTHER = ("save_memory", "cache_weights")
+
+
+def _over(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with ``own`` over it, which win: also over what they exclude. Raises if they exclude each other."""
+    asked = [name for name in _EXCLUDE_EACH_OTHER if own.get(name)]
+    if len(asked) > 1:
+        raise OptionError("save_memory=True and cache_weights=True: copies that are kept are memory; give one of them")
+    return {name: value for name, value in given.items() if not (asked and name in _EXCLUDE_EACH_OTHER)} | dict(own)
 
 
 def configured() -> dict[str, Any]:

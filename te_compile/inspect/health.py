@@ -43,6 +43,8 @@ def stats(
     chosen = Options.resolve(options)
     names = KnownNames(unwrapped(model)) if isinstance(model, nn.Module) else None
     if args or kwargs:
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss={loss!r}: must be a function of what the model returns, which gives one number")
         rows = _measured(measure(model, chosen, loss, args, kwargs), names, chosen.recipe)
         notes = () if rows else ("no linear of this call runs in FP8; te_compile.explain says why",)
         return Statistics(tuple(rows), chosen.recipe.name, measured=True, notes=notes)

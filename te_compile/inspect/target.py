@@ -10,6 +10,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from te_compile.inspect.untouched import compiler_state, module_state, own_arguments, random_numbers, tensor_values
 from te_compile.parameter_names import unwrapped
@@ -100,11 +101,15 @@ def undisturbed(
 
     The names of parameters that were written to all the same, which are too large to copy, go to ``changed``.
     """
+    modules = modules_of(target, args, kwargs)
+    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+    if any(is_lazy(each) for each in parameters):
+        raise ValueError("the model has parameters without a shape, as nn.LazyLinear makes them: call it once before")
     tensors: list[Tensor] = []
     own_args, own_kwargs = own_arguments(args, tensors), own_arguments(dict(kwargs), tensors)
     with ExitStack() as stack:
         stack.enter_context(random_numbers())
-        stack.enter_context(module_state(modules_of(target, own_args, own_kwargs), changed))
+        stack.enter_context(module_state(modules, changed))
         stack.enter_context(tensor_values(tensors))
         stack.enter_context(compiler_state(backend))
         yield own_args, own_kwargs

@@ -537,3 +537,15 @@ def test_a_failing_model_is_put_back_too() -> None:
     with pytest.raises(ValueError, match="of the model's own"):
         te_compile.explain(model, x)
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("look", [te_compile.explain, te_compile.stats])
+def test_parameters_without_a_shape_are_to_be_made_first(look: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.Flatten(0))
+    with pytest.raises(
+        ValueError, match=r"parameters without a shape, as nn\.LazyLinear makes them: call it once before"
+    ):
+        look(model, x16())
+    model(x16())
+    with torch.no_grad():
+        assert look(model, x16()).rows

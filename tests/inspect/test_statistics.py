@@ -397,3 +397,8 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"te-compile\[plot\]"):
         example().plot(tmp_path / "stats.png")
+
+
+def test_a_loss_that_is_no_function_is_named() -> None:
+    with pytest.raises(TypeError, match="loss=5: must be a function of what the model returns"):
+        te_compile.stats(nn.Linear(32, 32), torch.randn(4, 32), loss=5)  # type: ignore[arg-type]
