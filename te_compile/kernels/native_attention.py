@@ -25,6 +25,7 @@ NARROWER, WIDEST = 64, 128
 NARROWER_UNDER_A_MASK = 56  # others were not timed
 QUERIES, KEYS = 64, 128  # of a tile of the backward pass
 MOST_BLOCKS = 2**31 - 1
+MOST_MASKS = 2**16 - 1  # what a launch's second and third dimension hold (mask_tiles.py)
 _WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsumexp
 Mask = tuple[Tensor, Tensor]
 """Bits of a mask and lists of its tiles, as te::mask_tiles makes them, of the direction in question."""
@@ -53,6 +54,8 @@ def check_masked(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"q is {q.dtype}, not of 16 bits")
     if {k.shape[3], v.shape[3]} != {q.shape[3]}:
         raise Unsupported("queries, keys and values have heads of several widths")
+    if isinstance(q.shape[0], int) and q.shape[0] > MOST_MASKS:
+        raise Unsupported(f"{q.shape[0]} rows may have as many masks, and {MOST_MASKS} are packed at once")
 
 
 def check_dropout_backward(target: Target, arguments: dict[str, Any]) -> None:

@@ -95,6 +95,40 @@ def test_windows_of_wide_heads_on_hopper_are_taken(
     assert choose("window_attention_backward", target, given)[0] == backward
 
 
+def masked(
+    batch: Any = 2, length: Any = 256, width: int = 64, probability: float = 0.0, **others: Any
+) -> dict[str, Any]:
+    q, k = (
+        torch.empty(batch, length, heads, width, device="meta", dtype=others.get("dtype", torch.bfloat16))
+        for heads in (4, 2)
+    )
+    return {"q": q, "k": k, "v": k, "bits": None, "probability": probability, "scale": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "forward", "backward"),
+    [
+        (HOPPER, masked(), "cuda", "cuda"),
+        (HOPPER, masked(width=128, dtype=torch.float16), "cuda", "cuda"),
+        (HOPPER, masked(length=197), "cuda", "cuda"),
+        (HOPPER, masked(probability=0.1), "cuda", "cuda"),
+        (HOPPER, masked(length=197, probability=0.1), "cuda", "reference"),
+        (HOPPER, masked(probability=1e-9), "reference", "reference"),
+        (HOPPER, masked(width=56), "reference", "reference"),
+        (HOPPER, masked(width=136), "reference", "reference"),
+        (HOPPER, masked(batch=2**16), "reference", "reference"),
+        (HOPPER, masked(dtype=torch.float32), "reference", "reference"),
+        (Target("cuda", (8, 9)), masked(), "reference", "reference"),
+        (Target("cpu"), masked(), "reference", "reference"),
+    ],
+)
+def test_what_is_under_a_mask_on_hopper_is_taken(
+    target: Target, given: dict[str, Any], forward: str, backward: str
+) -> None:
+    assert choose("masked_attention_forward", target, given)[0] == forward
+    assert choose("masked_attention_backward", target, given)[0] == backward
+
+
 def test_a_core_that_was_not_built_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "missing", lambda cuda=False: "the C++ core is not built")
     with pytest.raises(Unsupported, match="not built"):
