@@ -57,7 +57,7 @@ def test_calls_of_a_first_step_are_cut_off_by_none_before_them(compiler: str) ->
 def test_calls_of_one_rank_among_several_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The amaxes of the first call are agreed on before the second one, which leaves a scale."""
     monkeypatch.setattr(agreement, "are_several", lambda: True)
-    monkeypatch.setattr(agreement, "agree", lambda amaxes: None)
+    monkeypatch.setattr(agreement, "agree", lambda amaxes, group: None)
     model = Mlp()
     fast = compiled(model)
     for _ in range(2):
