@@ -167,7 +167,7 @@ def _placed(model: nn.Module, pairs: Mapping[tuple[str, str], _Pair]) -> tuple[l
 def _without_data(placed: list[_Pair]) -> list[str]:
     """The names of parameters that have no memory yet. What gives them some makes new ones, and state is that of one
     parameter."""
-    names = (pair.forward_name.partition(".forward")[0] for pair in placed if pair.parameter.is_meta)
+    names = (pair.forward_name.rpartition(".forward")[0] for pair in placed if pair.parameter.is_meta)
     return list(dict.fromkeys(names))
 
 

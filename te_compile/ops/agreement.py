@@ -39,6 +39,50 @@ Update = Callable[..., object]
 """Updates states, the first argument, by amaxes, the second, one for each of their rows; the others say how."""
 
 
+# --- who trains them, and when it exchanges gradients ---------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Wrapper:
+    """A DistributedDataParallel, and whether it exchanges the gradients of its last forward pass; without one, all
+    ranks and always."""
+
+    module: Callable[[], Any] = lambda: None
+    exchanges: bool = True
+
+    @property
+    def group(self) -> Any:
+        """The ranks that agree; None for all."""
+        module = self.module()
+        group = None if module is None else module.process_group
+        return None if group is _world() else group
+
+
+_NOBODY = _Wrapper()
+_wrappers: WeakKeyDictionary[Any, _Wrapper] = WeakKeyDictionary()
+
+
+@dataclass
+class _Trainer:
+    """What trains states that one graph is handed together, as its last forward pass has found."""
+
+    wrapper: _Wrapper
+
+
+def _wrapper_now() -> _Wrapper:
+    """What the forward pass that is running belongs to."""
+    module = data_parallel.active()
+    if module is None:
+        return _NOBODY
+    wrapper = _wrappers.get(module)
+    if wrapper is None:
+        wrapper = _wrappers[module] = _Wrapper(ref(module))
+    return wrapper
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Measured:
     """Amaxes that this rank has seen, fp32 [rows of all states], and what is done with the largest of all ranks.
@@ -53,7 +97,7 @@ class _Measured:
     how: tuple[str, ...]
     order: list[int]
     stream: int = 0
-    wrapper: _Wrapper = field(default_factory=lambda: _nobody())
+    wrapper: _Wrapper = _NOBODY
 
     def arrive(self) -> None:
         """Have the current stream wait for the amaxes."""
@@ -90,26 +134,26 @@ def agree(amaxes: Tensor, group: Any = None) -> None:
 
 @dataclass
 class _Lasting:
-    """A state that outlives a pass, its place in the order in which such states first took part in an exchange, and
-    what trains it."""
+    """A state that outlives a pass, what trains it, and its place in the order in which such states first took part in
+    an exchange."""
 
     state: ref[Tensor]
+    trainer: _Trainer
     place: int | None = None
-    wrapper: _Wrapper = field(default_factory=lambda: _nobody())
 
 
 _lasting: dict[int, _Lasting] = {}  # by their addresses
 
 
 def remember(states: Sequence[Tensor]) -> None:
-    """These very tensors are states, as they are handed to compiled graphs."""
-    wrapper = _wrapper_now()
+    """These very tensors are states, of forward and of backward passes, as they are handed to a compiled graph."""
+    trainer = _Trainer(_wrapper_now())
     for state in states:
         address = state.data_ptr()
         known = _lasting.get(address)
         if known is None or known.state() is not state:
-            known = _lasting[address] = _Lasting(ref(state, partial(_forget, address)))
-        known.wrapper = wrapper
+            known = _lasting[address] = _Lasting(ref(state, partial(_forget, address)), trainer)
+        known.trainer = trainer
 
 
 def _forget(address: int, gone: ref[Tensor]) -> None:
@@ -132,62 +176,23 @@ def may_wait(states: Sequence[Tensor], amaxes: Tensor) -> bool:
     return are_lasting(states) and not (amaxes.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-# --- who trains them, and when it exchanges gradients ---------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Wrapper:
-    """A DistributedDataParallel, and whether it exchanges the gradients of its last forward pass; without one, all
-    ranks and always."""
-
-    module: Callable[[], Any] = lambda: None
-    exchanges: bool = True
-
-    @property
-    def group(self) -> Any:
-        """The ranks that agree; None for all."""
-        module = self.module()
-        group = None if module is None else module.process_group
-        return None if group is _world() else group
-
-
-_NOBODY = _Wrapper()
-
-
-def _nobody() -> _Wrapper:
-    return _NOBODY
-
-
-_wrappers: WeakKeyDictionary[Any, _Wrapper] = WeakKeyDictionary()
-
-
-def _wrapper_now() -> _Wrapper:
-    """What the forward pass that is running belongs to."""
-    module = data_parallel.active()
-    if module is None:
-        return _NOBODY
-    wrapper = _wrappers.get(module)
-    if wrapper is None:
-        wrapper = _wrappers[module] = _Wrapper(ref(module))
-    return wrapper
-
-
 def _wrapper_of(addresses: Sequence[int]) -> _Wrapper:
-    """What trains lasting states. A forward pass that trains says who does, and whether gradients are exchanged."""
+    """What trains lasting states. A forward pass that trains says who does, for the backward pass too, and whether
+    gradients are exchanged."""
+    trainers = [_lasting[address].trainer for address in addresses]
     if torch._C._current_graph_task_id() == -1:
         wrapper = _wrapper_now()
         if wrapper is not _NOBODY:
             wrapper.exchanges = bool(wrapper.module().require_backward_grad_sync)
-            for address in addresses:
-                _lasting[address].wrapper = wrapper
-            return wrapper
-    return _lasting[addresses[0]].wrapper
+        for trainer in trainers:
+            trainer.wrapper = wrapper
+    return trainers[0].wrapper
 
 
 def group_of(states: Sequence[Tensor]) -> Any:
     """The ranks that agree on the amaxes of ``states``; None for all."""
     known = _lasting.get(states[0].data_ptr())
-    return (_wrapper_now() if known is None else known.wrapper).group
+    return (_wrapper_now() if known is None else known.trainer.wrapper).group
 
 
 # --- what was measured twice ----------------------------------------------------------------------------------------

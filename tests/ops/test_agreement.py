@@ -339,6 +339,21 @@ def test_states_that_are_written_in_between_keep_what_was_written(wrapper: Wrapp
     assert not first.any() and second[0, 2] == 1
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_model_that_is_wrapped_later_or_no_more_agrees_with_those_of_now(
+    is_wrapped: bool, wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch, reductions: list[int]
+) -> None:
+    """In both directions: its states were handed to the graph before."""
+    monkeypatch.setattr(agreement.data_parallel, "active", lambda: None if is_wrapped else wrapper)
+    forwards, backwards = (states := fresh(2))[:1], states[1:]
+    wrapper.require_backward_grad_sync = False
+    monkeypatch.setattr(agreement.data_parallel, "active", lambda: wrapper if is_wrapped else None)
+    UPDATE_SCALES(forwards, [torch.ones(1)], "forward", KEY)
+    in_backward(lambda: UPDATE_SCALES(backwards, [torch.ones(1)], "backward", KEY))
+    assert reductions == ([] if is_wrapped else [2 + MORE])
+    assert [bool(state.any()) for state in states] == [not is_wrapped] * 2
+
+
 def test_what_is_held_for_a_wrapper_that_is_gone_is_let_go(
     wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch, reductions: list[int]
 ) -> None:
@@ -347,7 +362,7 @@ def test_what_is_held_for_a_wrapper_that_is_gone_is_let_go(
     UPDATE_SCALES(states, [torch.ones(1)], "forward", KEY)
     in_backward(lambda: UPDATE_SCALES(states, [torch.ones(1)], "backward", KEY))
     assert len(agreement._held) == 1
-    made = agreement._lasting[states[0].data_ptr()].wrapper
+    made = agreement._lasting[states[0].data_ptr()].trainer.wrapper
     monkeypatch.setattr(made, "module", lambda: None)
     monkeypatch.setattr(agreement.data_parallel, "active", lambda: None)
     agreement.remember(others)
