@@ -19,23 +19,32 @@
 
 namespace te_compile::attention {
 
-constexpr int kStep = 64;  // queries at a time
-constexpr int kStepBytes = kStep * kWidth * 2, kStepBlock = kStepBytes / 2;
-constexpr int kDs = kKeys * kStep * 2;                  // bytes of one ds, of which there are two
-constexpr int kDq = kStep * kWidth / 2;                 // numbers of one group's dq
-constexpr int kNumbers = kStep * 4;                     // bytes of a number, or a word of bits, of each query
-constexpr int kExtras = 6 * kNumbers;                   // sums, shifts, four rows of words
-constexpr int kBackwardBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kExtras) + 2 * kDs + 2 * kDq * 4 + 256;
+constexpr int kStep = 64;                // queries at a time
+constexpr int kStepBlock = kStep * 128;  // bytes; 64 columns of them are one block after the other
+constexpr int kDs = kKeys * kStep * 2;   // bytes of one ds, of which there are two
+constexpr int kNumbers = kStep * 4;      // bytes of a number, or a word of bits, of each query
+constexpr int kExtras = 6 * kNumbers;    // sums, shifts, four rows of words
+
+/// For heads of so many features, 64 or 128; narrower ones end in zeros.
+template <int Width>
+struct BackwardSizes {
+  static constexpr int kTile = kKeys * Width * 2, kStepBytes = kStep * Width * 2;
+  // Registers hold scores, dp and dq at a time, and what is read of queries ahead of its use.
+  static constexpr bool kRoomy = Width == 64;
+  static constexpr int kStages = kRoomy ? 4 : 2;  // steps under way
+  static constexpr int kDq = kStep * Width / 2;   // numbers of one group's dq
+  static constexpr int kBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kExtras) + 2 * kDs + 2 * kDq * 4 + 256;
+};
 // Every thread that reads numbers says itself that they may be overwritten: one for its warp would do, as they have met
 // before, but racecheck follows no order from one thread by way of a second one to a third.
 constexpr int kReaders = 256;
-// Numbers of barriers among warps; those of ds are four, of a group and a parity.
-constexpr int kDsThere = 2, kGroupMeets = 6;
+// Numbers of barriers among warps; those of ds are four, of a group and a parity, and there is one for each group.
+constexpr int kDsThere = 2, kGroupMeets = 6, kHeadStart = 8;
 
 struct Backward {
   const uint32_t* bits;                 // [heads, words, queries], if weights are dropped
   const float *sums, *shifts;           // [heads, 64 steps]: logsumexp times log2(e), Σ dout · out
-  float* dq;                            // [heads, steps, 2, 16, 128, 2]
+  float* dq;                            // [heads, steps, halves of the columns, eight columns, threads, 4]
   int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
   int steps;                                              // of 64 queries
   float scale, growth, factor;  // scale: times log2(e)
@@ -43,13 +52,13 @@ struct Backward {
   Tiles mask;
 };
 
-/// sums and shifts of every query, and zeros for dq. Sixteen lanes a query of [batch, 64 steps, head].
-template <typename T>
+/// sums and shifts of every query, and zeros for dq. Lanes of eight columns each a query of [batch, 64 steps, head].
+template <typename T, int Width>
 __global__ void __launch_bounds__(256)
     before_kernel(const T* grad, int64_t batch_stride, int64_t row_stride, int64_t head_stride, const T* out,
                   const float* logsumexp, float* sums, float* shifts, float* dq, int heads, int queries, int steps,
                   int width, int64_t rows) {
-  constexpr int kLanes = 16;
+  constexpr int kLanes = Width / 8;
   const int64_t at = int64_t{blockIdx.x} * (256 / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t length = int64_t{steps} * kStep;
@@ -65,7 +74,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
       for (int i = 0; i < 8; ++i) shift = fmaf(static_cast<float>(u[i]), static_cast<float>(w[i]), shift);
     }
-    float4* zeros = reinterpret_cast<float4*>(dq + at * kWidth);
+    float4* zeros = reinterpret_cast<float4*>(dq + at * Width);
     zeros[lane] = zeros[lane + kLanes] = make_float4(0, 0, 0, 0);
   }
 #pragma unroll
@@ -79,15 +88,16 @@ __global__ void __launch_bounds__(256)
 }
 
 /// dq of [heads, steps, half of the columns, eight columns, warp, row, four lanes, 4], fp32, to [batch, query, head, width].
-template <typename T>
+template <typename T, int Width>
 __global__ void __launch_bounds__(256)
     after_kernel(const float* from, T* dq, int heads, int queries, int steps, int width, float factor, int64_t count) {
   const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (at >= count) return;
-  const int eight = at % 8, half = at / 8 % 2, row = at / 16 % 8, warp = at / 128 % 4;
-  const int64_t step = at / 512;
-  if (64 * half + 8 * eight >= width) return;
-  const float4* x = reinterpret_cast<const float4*>(from) + ((step * 2 + half) * 8 + eight) * 128 + warp * 32 + row * 4;
+  constexpr int kEights = Width / 8;
+  const int eight = at % kEights, row = at / kEights % 8, warp = at / kEights / 8 % 4;  // both halves are side by side
+  const int64_t step = at / kEights / 32;
+  if (8 * eight >= width) return;
+  const float4* x = reinterpret_cast<const float4*>(from) + (step * kEights + eight) * 128 + warp * 32 + row * 4;
   uint32_t upper[4], lower[4];
 #pragma unroll
   for (int l = 0; l < 4; ++l) {
@@ -96,33 +106,54 @@ __global__ void __launch_bounds__(256)
     lower[l] = pair(four.z * factor, four.w * factor, static_cast<const T*>(nullptr));
   }
   const int64_t index = step / steps, query = step % steps * kStep + warp * 16 + row;
-  T* to = dq + ((index / heads * queries + query) * heads + index % heads) * width + 64 * half + 8 * eight;
+  T* to = dq + ((index / heads * queries + query) * heads + index % heads) * width + 8 * eight;
   if (query < queries) *reinterpret_cast<uint4*>(to) = make_uint4(upper[0], upper[1], upper[2], upper[3]);
   if (query + 8 < queries) {
     *reinterpret_cast<uint4*>(to + int64_t{8} * heads * width) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
   }
 }
 
+/// Numbers of a step's queries, or words of bits, of which a thread needs two side by side of each eight: read from shared
+/// memory all at once, or where there are no registers to hold them, as they are needed.
+template <typename X, bool AtOnce>
+struct OfQueries {
+  static_assert(sizeof(X) == 4);
+  uint32_t from;
+  X held[AtOnce ? kStep / 4 : 2];
+
+  __device__ __forceinline__ void read(int j, X* to) {
+    uint32_t x, y;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(from + 32 * j));
+    memcpy(to, &x, 4);
+    memcpy(to + 1, &y, 4);
+  }
+  __device__ __forceinline__ explicit OfQueries(uint32_t at) : from(at) {
+#pragma unroll
+    for (int j = 0; AtOnce && j < kStep / 8; ++j) read(j, held + 2 * j);
+  }
+  __device__ __forceinline__ const X* of(int j) {
+    if (AtOnce) return held + 2 * j;
+    read(j, held);
+    return held;
+  }
+};
+
 /// One thread's part of 64 keys, of which it has rows `row` and `row` + 8.
-template <typename T, Sight Seen, bool Drops>
+template <typename T, int Width, Sight Seen, bool Drops>
 struct Keys {
-  float dk[kWidth / 2], dv[kWidth / 2], scores[kStep / 2], dp[kStep / 2], dq[kStep / 2];
+  static constexpr bool kAtOnce = BackwardSizes<Width>::kRoomy;
+  using Numbers = OfQueries<float, kAtOnce>;
+  using Words = OfQueries<uint32_t, kAtOnce && Drops>;
+  float dk[Width / 2], dv[Width / 2], scores[kStep / 2], dp[kStep / 2], dq[Width / 4];
   uint32_t weights[kStep / 4];
   int group, thread, lane;
   uint32_t bit, next_bit;  // of this thread's keys, in the words of a query
-
-  __device__ __forceinline__ void load(uint32_t at, float (&x)[2]) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at));
-  }
-  __device__ __forceinline__ void load(uint32_t at, uint32_t (&x)[2]) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
-  }
 
   /// Products of this group's keys or values, rows of `mine`, with rows of queries.
   __device__ __forceinline__ void ask_for(float (&d)[kStep / 2], uint32_t mine, uint32_t queries) {
     const uint32_t a = matrix<16>(anew(mine)), b = matrix<16>(queries);
 #pragma unroll
-    for (int k = 0; k < kWidth / 16; ++k) {
+    for (int k = 0; k < Width / 16; ++k) {
       product<0, 0>(d, part(a, (k / 4) * kBlock + (k % 4) * 32), part(b, (k / 4) * kStepBlock + (k % 4) * 32), k > 0,
                     static_cast<const T*>(nullptr));
     }
@@ -148,7 +179,7 @@ struct Keys {
   }
 
   __device__ __forceinline__ void ask_for_dq(uint32_t ds, uint32_t keys) {
-    const uint32_t a = matrix<16>(ds), b = matrix<16>(anew(keys) + group * kBlock);
+    const uint32_t a = matrix<16>(ds), b = matrix<16>(anew(keys) + (Width > 64 ? group * kBlock : group * 64));
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       product<1, 1>(dq, part(a, k * 2048), part(b, k * 2048), k > 0, static_cast<const T*>(nullptr));
@@ -156,12 +187,11 @@ struct Keys {
     products_end();
   }
 
-  /// Scores become weights, by the sums of their queries; columns: where this thread's numbers begin.
-  __device__ __forceinline__ void weigh(uint32_t columns, float scale) {
+  /// Scores become weights, by the sums of their queries.
+  __device__ __forceinline__ void weigh(Numbers& sums, float scale) {
 #pragma unroll
     for (int j = 0; j < kStep / 8; ++j) {
-      float sum[2];
-      load(columns + 32 * j, sum);
+      const float* sum = sums.of(j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = scores[4 * j + i];
@@ -192,12 +222,11 @@ struct Keys {
   }
 
   /// Rounds the weights that are kept, and zeros for the others. Returns what is known once all are, and not negative.
-  __device__ __forceinline__ int round(uint32_t words) {
+  __device__ __forceinline__ int round(Words& words) {
     uint32_t all = 0;
 #pragma unroll
     for (int j = 0; j < kStep / 8; ++j) {
-      uint32_t word[2] = {~0u, ~0u};
-      if (Drops) load(words + 32 * j, word);
+      const uint32_t* word = Drops ? words.of(j) : nullptr;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t kept = h ? next_bit : bit;
@@ -211,14 +240,13 @@ struct Keys {
   }
 
   /// ds = p (z dp - shift), rounded, to shared memory, a row for each key.
-  __device__ __forceinline__ void write_ds(uint32_t ds, uint32_t columns, uint32_t words, float growth) {
+  __device__ __forceinline__ void write_ds(uint32_t ds, Numbers& shifts, Words& words, float growth) {
     uint32_t both[kStep / 4];
 #pragma unroll
     for (int j = 0; j < kStep / 8; ++j) {
-      float shift[2], x[4];
-      uint32_t word[2];
-      load(columns + kNumbers + 32 * j, shift);
-      if (Drops) load(words + 32 * j, word);
+      float x[4];
+      const float* shift = shifts.of(j);
+      const uint32_t* word = Drops ? words.of(j) : nullptr;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (Drops) {
@@ -239,25 +267,21 @@ struct Keys {
                    "r"(both[2 * j]), "r"(both[2 * j + 1]), "r"(both[2 * j + 2]), "r"(both[2 * j + 3])
                    : "memory");
     }
-    written_for_products();
   }
 
-  /// Adds dq to memory by way of shared memory, from which the thread that has it copied has read what was there before.
-  __device__ __forceinline__ void add_dq(float* to, uint32_t staged) {
+  /// To shared memory, from where it is added to memory's; what was there before has been read.
+  __device__ __forceinline__ void stage_dq(uint32_t staged) {
 #pragma unroll
-    for (int i = 0; i < kStep / 8; ++i) {
+    for (int i = 0; i < Width / 16; ++i) {
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staged + thread * 16 + i * 2048), "f"(dq[4 * i]),
                    "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                    : "memory");
     }
-    written_for_products();
-    meet(kGroupMeets + group, 128);
-    if (thread == 0) add_bytes(to, staged, kDq * 4);
   }
 
-  __device__ __forceinline__ void write(T* to, const float (&sums)[kWidth / 2], int h, float factor, int width) {
+  __device__ __forceinline__ void write(T* to, const float (&sums)[Width / 2], int h, float factor, int width) {
 #pragma unroll
-    for (int j = 0; j < kWidth / 8; ++j) {
+    for (int j = 0; j < Width / 8; ++j) {
       if (8 * j < width) {
         *reinterpret_cast<uint32_t*>(to + 8 * j + 2 * (lane % 4)) =
             pair(sums[4 * j + 2 * h] * factor, sums[4 * j + 2 * h + 1] * factor, static_cast<const T*>(nullptr));
@@ -266,11 +290,14 @@ struct Keys {
   }
 };
 
-template <typename T, Sight Seen, bool Drops>
+template <typename T, int Width, Sight Seen, bool Drops>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                     const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad, T* dk, T* dv,
                     const Backward task) {
+  using Sizes = BackwardSizes<Width>;
+  constexpr int kTile = Sizes::kTile, kStepBytes = Sizes::kStepBytes, kStages = Sizes::kStages, kDq = Sizes::kDq;
+  constexpr bool kRoomy = Sizes::kRoomy;
   extern __shared__ unsigned char shared[];
   const uint32_t keys = (shared_address(shared) + 1023) & ~1023u, values = keys + kTile, queries = values + kTile;
   const uint32_t grads = queries + kStages * kStepBytes, ds = grads + kStages * kStepBytes, staged = ds + 2 * kDs;
@@ -306,7 +333,7 @@ __global__ void __launch_bounds__(384, 1)
     fewer_registers<24>();
     if (threadIdx.x != 0) return;
     barrier_expect(keys_full, 2 * kTile);
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < Width / 64; ++c) {
       copy_box(keys + c * kBlock, &k, keys_full, 64 * c, tile * kKeys, key_head, batch);
       copy_box(values + c * kBlock, &v, keys_full, 64 * c, tile * kKeys, key_head, batch);
     }
@@ -324,14 +351,14 @@ __global__ void __launch_bounds__(384, 1)
       const uint32_t* words = task.bits + (int64_t{index} * task.words + 4 * tile) * task.queries + step * kStep;
       barrier_wait(empty + 8 * stage, (count / kStages & 1) ^ 1);
       barrier_expect(barrier, 2 * kStepBytes + (Drops ? kExtras : 2 * kNumbers));
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < Width / 64; ++c) {
         copy_box(queries + stage * kStepBytes + c * kStepBlock, &q, barrier, 64 * c, step * kStep, head, batch);
       }
       copy_bytes(extra, task.sums + at, kNumbers, barrier);
       for (int i = 0; Drops && i < 4; ++i) {
         copy_bytes(extra + (2 + i) * kNumbers, words + int64_t{i} * task.queries, kNumbers, barrier);
       }
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < Width / 64; ++c) {
         copy_box(grads + stage * kStepBytes + c * kStepBlock, &grad, barrier, 64 * c, step * kStep, head, batch);
       }
       copy_bytes(extra + kNumbers, task.shifts + at, kNumbers, barrier);
@@ -340,7 +367,8 @@ __global__ void __launch_bounds__(384, 1)
   }
 
   more_registers<240>();
-  Keys<T, Seen, Drops> mine;
+  using Group = Keys<T, Width, Seen, Drops>;
+  Group mine;
   mine.group = group - 1;
   mine.thread = threadIdx.x % 128;
   mine.lane = threadIdx.x % 32;
@@ -374,39 +402,70 @@ __global__ void __launch_bounds__(384, 1)
     const int stage = count % kStages, parity = count & 1;
     const uint32_t query = queries + stage * kStepBytes, dout = grads + stage * kStepBytes;
     const uint32_t columns = extras + stage * kExtras + 8 * (mine.lane % 4);
-    const uint32_t words = columns + (2 + 2 * mine.group + mine.lane / 16) * kNumbers;
+    // dq of the step before. At first there is none: what is made of nothing is added to nothing.
+    const auto ask_for_dq = [&] {
+      if (count > 0) {
+        if (mine.thread == 0) added_bytes_are_read();
+        meet(kDsThere + 2 * other + (parity ^ 1), 256);
+      }
+      products_begin();
+      mine.ask_for_dq(ds + (parity ^ 1) * kDs, keys);
+    };
     barrier_wait(full + 8 * stage, count / kStages & 1);
+    // The groups take turns: one has the tensor cores while the other makes weights.
+    if (count == 0 && mine.group == 1) meet(kHeadStart, 256);
+    typename Group::Numbers sums(columns), shifts(columns + kNumbers);
     products_begin();
     mine.ask_for(mine.scores, my_keys, query);
-    // dq of the tile before. At first there is none: what is made of nothing is added to nothing.
-    if (count > 0) meet(kDsThere + 2 * other + (parity ^ 1), 256);
-    products_begin();
-    mine.ask_for_dq(ds + (parity ^ 1) * kDs, keys);
+    if constexpr (kRoomy) {
+      mine.ask_for(mine.dp, my_values, dout);
+    } else {
+      ask_for_dq();
+    }
     products_wait<1>();
     arrived(mine.scores);
     arrived(mine.dk);
     arrived(mine.dv);
-    if (count > 0) barrier_arrive(empty + 8 * (stage ^ 1));
-    mine.weigh(columns, task.scale);
+    if (count > 0) barrier_arrive(empty + 8 * ((count - 1) % kStages));
+    mine.weigh(sums, task.scale);
     const bool cut = Seen == Sight::kCausal
                          ? step < first + kKeys / kStep
                          : Seen == Sight::kWindow && task.window.cuts(tile * kKeys, kKeys, step * kStep, kStep);
     if (cut || ends_in_tile) mine.mask(task, tile * kKeys, step * kStep);
     if (is_cut) mine.mask_shown(shown);
-    once_known(mine.round(words));
-    products_wait<0>();
-    arrived(mine.dq);
-    if (count > 0) mine.add_dq(dq_before, my_staged);
-    products_begin();
-    mine.ask_for(mine.dp, my_values, dout);
-    products_begin();
-    mine.ask_for_dv(dout, count > 0);
-    products_wait<1>();
-    arrived(mine.dp);
-    mine.write_ds(ds + parity * kDs, columns, words, task.growth);
+    typename Group::Words words(columns + (2 + 2 * mine.group + mine.lane / 16) * kNumbers);
+    [[maybe_unused]] const int known = mine.round(words);
+    if (count == 0 && mine.group == 0) tell(kHeadStart, 256);
+    if constexpr (kRoomy) {
+      products_begin();
+      mine.ask_for_dv(dout, count > 0);
+      ask_for_dq();
+      products_wait<2>();
+      arrived(mine.dp);
+      mine.write_ds(ds + parity * kDs, shifts, words, task.growth);
+      products_wait<0>();
+      arrived(mine.dq);
+      mine.stage_dq(my_staged);
+    } else {
+      once_known(known);
+      products_wait<0>();
+      arrived(mine.dq);
+      if (count > 0) {
+        mine.stage_dq(my_staged);
+        written_for_products();
+      }
+      products_begin();
+      mine.ask_for(mine.dp, my_values, dout);
+      products_begin();
+      mine.ask_for_dv(dout, count > 0);
+      products_wait<1>();
+      arrived(mine.dp);
+      mine.write_ds(ds + parity * kDs, shifts, words, task.growth);
+    }
+    written_for_products();
     tell(kDsThere + 2 * mine.group + parity, 256);
-    if (mine.thread == 0) added_bytes_are_read();
     meet(kGroupMeets + mine.group, 128);
+    if (mine.thread == 0 && count > 0) add_bytes(dq_before, my_staged, kDq * 4);
     products_begin();
     mine.ask_for_dk(ds + parity * kDs, query, count > 0);
     dq_before = my_dq + int64_t{step} * 2 * kDq;
@@ -417,6 +476,7 @@ __global__ void __launch_bounds__(384, 1)
     }
   }
   const int parity = (count_of_all - 1) & 1;
+  if (mine.thread == 0) added_bytes_are_read();
   meet(kDsThere + 2 * other + parity, 256);
   products_begin();
   mine.ask_for_dq(ds + parity * kDs, keys);
@@ -424,7 +484,10 @@ __global__ void __launch_bounds__(384, 1)
   arrived(mine.dk);
   arrived(mine.dv);
   arrived(mine.dq);
-  mine.add_dq(dq_before, my_staged);
+  mine.stage_dq(my_staged);
+  written_for_products();
+  meet(kGroupMeets + mine.group, 128);
+  if (mine.thread == 0) add_bytes(dq_before, my_staged, kDq * 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int key = tile * kKeys + mine.group * 64 + row + 8 * h;

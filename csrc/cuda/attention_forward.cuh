@@ -1,29 +1,33 @@
 // The forward pass of te_cuda_attention: flash attention, which reads which weights to keep as bits if some are dropped.
 //
-// A block takes 128 queries of one head. One thread has the keys and values copied, tile by tile, the last tile first;
-// two warp groups of 64 queries each multiply. A group asks for the scores of the next tile and for the sum over this one's
-// values together, and while the tensor cores are at it, it makes weights of those scores.
+// A block takes 128 or 192 queries of one head. One thread has the keys and values copied, tile by tile, the last tile
+// first; two or three warp groups of 64 queries each multiply. A group asks for the scores of the next tile and for the sum
+// over this one's values together, and while the tensor cores are at it, it makes weights of those scores.
 //
 // te_compile/kernels/dropout_attention.py has another form of dropout, and te_compile/ops/dropout_bits.py where bits lie:
 // those of the weights that a thread holds of a row are half of each word, so one shift and one permutation of bytes make
 // a mask for two weights.
 #pragma once
 
+#include "attention_tasks.hpp"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
 namespace te_compile::attention {
 
-constexpr int kWidth = 128;   // features of a head; narrower ones end in zeros
-constexpr int kQueries = 128; // of a block
-constexpr int kKeys = 128;    // of a tile
-constexpr int kStages = 2;    // tiles under way
-constexpr int kTile = kKeys * kWidth * 2, kBlock = kTile / 2;  // bytes; 64 columns of a tile are one block after the other
-constexpr int kForwardBytes = 1024 + (1 + 2 * kStages) * kTile + 256;
+constexpr int kKeys = 128;           // of a tile
+constexpr int kBlock = kKeys * 128;  // bytes; 64 columns of a tile are one block after the other
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// Which keys a query sees: all, none that come after it, those of a window around it, or those that a mask shows.
-enum class Sight { kAll, kCausal, kWindow, kTiles };
+/// Of blocks for heads of so many features, 64 or 128; narrower ones end in zeros.
+template <int Width, int Groups>
+struct ForwardSizes {
+  static constexpr int kQueries = 64 * Groups, kQueriesBlock = kQueries * 128, kQueriesBytes = kQueries * Width * 2;
+  static constexpr int kTile = kKeys * Width * 2;
+  static constexpr int kStages = Width > 64 ? 2 : 4;  // tiles under way
+  static constexpr int kBytes = 1024 + 2 * kQueriesBytes + 2 * kStages * kTile + 256;
+  static constexpr int kThreads = 128 * (1 + Groups), kRegisters = Groups > 2 ? 160 : 240, kFewer = Groups > 2 ? 32 : 24;
+};
 
 /// A mask in bits, and lists of the tiles that it shows: see te_attention. Of a batch both begin so many elements later.
 struct Tiles {
@@ -56,15 +60,49 @@ struct Forward {
   const uint32_t* bits;  // [heads, words, queries], if weights are dropped
   float* logsumexp;      // [heads, queries]
   int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
-  float scale, growth;  // scale: times log2(e)
+  int all_heads, chunk;  // those of all batches, and how many of them blocks walk over together
+  float scale, growth;   // scale: times log2(e)
   Window window;
   Tiles mask;
 };
 
+/// Some queries of one head, and the tiles of keys that they see, from the last to the first.
+template <int Queries, Sight Seen>
+struct Item {
+  int tile, index, batch, head, behind, last_tile, steps;
+  const int32_t* list;
+
+  /// Of the heads of a chunk the last queries come first: in causal attention, and under most masks, they see the most.
+  __device__ __forceinline__ Item(const Forward& task, int number) {
+    const int chunk = number / (task.chunk * task.tiles), first = chunk * task.chunk;
+    const int of_chunk = number - first * task.tiles, heads_here = min(task.chunk, task.all_heads - first);
+    const int place = of_chunk / heads_here;
+    tile = Seen == Sight::kCausal || Seen == Sight::kTiles ? task.tiles - 1 - place : place;
+    index = first + of_chunk - place * heads_here;
+    batch = index / task.heads;
+    head = index - batch * task.heads;
+    behind = Seen == Sight::kWindow ? task.window.right : 0;
+    int first_key = 0, end_key = task.keys;
+    if (Seen == Sight::kCausal || Seen == Sight::kWindow) end_key = min((tile + 1) * Queries + behind, task.keys);
+    if (Seen == Sight::kWindow) first_key = max(tile * Queries - task.window.left, 0);
+    last_tile = (end_key - 1) / kKeys;
+    list = Seen == Sight::kTiles ? task.mask.list(batch, tile) : nullptr;
+    steps = Seen == Sight::kTiles ? __ldg(list) : last_tile - first_key / kKeys + 1;
+  }
+  /// The tile of keys of a step.
+  __device__ __forceinline__ int tile_at(int step) const {
+    return Seen == Sight::kTiles ? __ldg(list + 1 + step) >> 1 : last_tile - step;
+  }
+  /// Must a mask be read there?
+  __device__ __forceinline__ bool is_cut_at(int step) const {
+    return Seen == Sight::kTiles && (__ldg(list + 1 + step) & 1);
+  }
+};
+
 /// One thread's part of 64 queries: sums over the tiles so far, of rows `row` and `row` + 8.
-template <typename T, Sight Seen, bool Drops>
+template <typename T, int Width, Sight Seen, bool Drops>
 struct Rows {
-  static constexpr int kSums = kWidth / 2, kScores = kKeys / 2;
+  static constexpr int kSums = Width / 2, kScores = kKeys / 2;
   float sums[kSums], scores[kScores], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, shrink[2];
   uint32_t weights[kScores / 2], words[4];
   uint4 shown[2];  // keys of a tile, by a mask
@@ -97,12 +135,15 @@ struct Rows {
     }
   }
 
+  /// queries: where those of this group begin, whose blocks of 64 columns are so many bytes.
+  template <int QueriesBlock>
   __device__ __forceinline__ void ask_for_scores(uint32_t queries, uint32_t keys) {
     const uint32_t a = matrix<16>(anew(queries)), b = matrix<16>(anew(keys));
 #pragma unroll
-    for (int k = 0; k < kWidth / 16; ++k) {
-      const uint32_t at = (k / 4) * kBlock + (k % 4) * 32;
-      product<0, 0>(scores, part(a, at), part(b, at), k > 0, static_cast<const T*>(nullptr));
+    for (int k = 0; k < Width / 16; ++k) {
+      const uint32_t at = (k % 4) * 32;
+      product<0, 0>(scores, part(a, (k / 4) * QueriesBlock + at), part(b, (k / 4) * kBlock + at), k > 0,
+                    static_cast<const T*>(nullptr));
     }
     products_end();
   }
@@ -176,7 +217,7 @@ struct Rows {
   __device__ __forceinline__ void write(T* to, int h, float factor, int width, bool inside) {
     const int l = lane % 4;
 #pragma unroll
-    for (int c = 0; c < kWidth / 32; ++c) {
+    for (int c = 0; c < Width / 32; ++c) {
       uint32_t mine[4], columns[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -200,143 +241,169 @@ struct Rows {
   }
 };
 
-template <typename T, Sight Seen, bool Drops>
-__global__ void __launch_bounds__(384, 1)
+template <typename T, int Width, int Groups, Sight Seen, bool Drops>
+__global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                    const __grid_constant__ CUtensorMap v, T* out, const Forward task) {
+  using Sizes = ForwardSizes<Width, Groups>;
+  constexpr int kQueries = Sizes::kQueries, kTile = Sizes::kTile, kStages = Sizes::kStages;
+  static_assert(Seen != Sight::kTiles || kQueries == 128, "lists of tiles are of 128 queries");
   extern __shared__ unsigned char shared[];
-  const uint32_t queries = (shared_address(shared) + 1023) & ~1023u, keys = queries + kTile, values = keys + kStages * kTile;
-  const uint32_t queries_full = values + kStages * kTile, keys_full = queries_full + 8, keys_empty = keys_full + 8 * kStages;
-  const uint32_t values_full = keys_empty + 8 * kStages, values_empty = values_full + 8 * kStages;
+  constexpr int kItems = 2;  // queries under way
+  const uint32_t queries = (shared_address(shared) + 1023) & ~1023u, keys = queries + kItems * Sizes::kQueriesBytes;
+  const uint32_t values = keys + kStages * kTile, queries_full = values + kStages * kTile;
+  const uint32_t queries_empty = queries_full + 8 * kItems, keys_full = queries_empty + 8 * kItems;
+  const uint32_t keys_empty = keys_full + 8 * kStages, values_full = keys_empty + 8 * kStages;
+  const uint32_t values_empty = values_full + 8 * kStages;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    barrier_make(queries_full, 1);
+    for (int i = 0; i < kItems; ++i) {
+      barrier_make(queries_full + 8 * i, 1);
+      barrier_make(queries_empty + 8 * i, 4 * Groups);  // warps
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_make(keys_full + 8 * stage, 1);
-      barrier_make(keys_empty + 8 * stage, 8);  // warps
+      barrier_make(keys_empty + 8 * stage, 4 * Groups);
       barrier_make(values_full + 8 * stage, 1);
-      barrier_make(values_empty + 8 * stage, 8);
+      barrier_make(values_empty + 8 * stage, 4 * Groups);
     }
     barriers_made();
   }
   __syncthreads();
-  // The longest of causal attention first, which most masks are.
-  constexpr bool kFromTheEnd = Seen == Sight::kCausal || Seen == Sight::kTiles;
-  const int place = blockIdx.x % task.tiles, tile = kFromTheEnd ? task.tiles - 1 - place : place;
-  const int index = blockIdx.x / task.tiles, batch = index / task.heads, head = index % task.heads;
-  const int key_head = head / task.shared;
-  int first_key = 0, end_key = task.keys;
-  if (Seen == Sight::kCausal) end_key = min((tile + 1) * kQueries, task.keys);
-  if (Seen == Sight::kWindow) {
-    first_key = max(tile * kQueries - task.window.left, 0);
-    end_key = min((tile + 1) * kQueries + task.window.right, task.keys);
-  }
-  const int last_tile = (end_key - 1) / kKeys;
-  const int32_t* const list = Seen == Sight::kTiles ? task.mask.list(batch, tile) : nullptr;
-  const int steps = Seen == Sight::kTiles ? __ldg(list) : last_tile - first_key / kKeys + 1;
-  // The tile of keys of a step, and whether its mask must be read.
-  const auto tile_at = [&](int step) { return Seen == Sight::kTiles ? __ldg(list + 1 + step) >> 1 : last_tile - step; };
-  const auto is_cut_at = [&](int step) { return Seen == Sight::kTiles && (__ldg(list + 1 + step) & 1); };
+  const int items = task.tiles * task.all_heads;
+  int count = 0, turn = 0;  // steps and items so far
 
   if (group == 0) {
-    fewer_registers<24>();
+    fewer_registers<Sizes::kFewer>();
     if (threadIdx.x != 0) return;
-    barrier_expect(queries_full, kTile);
-    for (int c = 0; c < 2; ++c) copy_box(queries + c * kBlock, &q, queries_full, 64 * c, tile * kQueries, head, batch);
-    for (int step = 0; step < steps; ++step) {
-      const int stage = step % kStages, parity = step / kStages & 1, row = tile_at(step) * kKeys;
-      barrier_wait(keys_empty + 8 * stage, parity ^ 1);
-      barrier_expect(keys_full + 8 * stage, kTile);
-      for (int c = 0; c < 2; ++c) {
-        copy_box(keys + stage * kTile + c * kBlock, &k, keys_full + 8 * stage, 64 * c, row, key_head, batch);
+    for (int number = blockIdx.x; number < items; number += gridDim.x, ++turn) {
+      const Item<kQueries, Seen> item(task, number);
+      const uint32_t place = turn % kItems, barrier = queries_full + 8 * place;
+      barrier_wait(queries_empty + 8 * place, (turn / kItems & 1) ^ 1);
+      barrier_expect(barrier, Sizes::kQueriesBytes);
+      for (int c = 0; c < Width / 64; ++c) {
+        copy_box(queries + place * Sizes::kQueriesBytes + c * Sizes::kQueriesBlock, &q, barrier, 64 * c,
+                 item.tile * kQueries, item.head, item.batch);
       }
-      barrier_wait(values_empty + 8 * stage, parity ^ 1);
-      barrier_expect(values_full + 8 * stage, kTile);
-      for (int c = 0; c < 2; ++c) {
-        copy_box(values + stage * kTile + c * kBlock, &v, values_full + 8 * stage, 64 * c, row, key_head, batch);
+      const int key_head = item.head / task.shared;
+      for (int step = 0; step < item.steps; ++step, ++count) {
+        const int stage = count % kStages, parity = count / kStages & 1, row = item.tile_at(step) * kKeys;
+        barrier_wait(keys_empty + 8 * stage, parity ^ 1);
+        barrier_expect(keys_full + 8 * stage, kTile);
+        for (int c = 0; c < Width / 64; ++c) {
+          copy_box(keys + stage * kTile + c * kBlock, &k, keys_full + 8 * stage, 64 * c, row, key_head, item.batch);
+        }
+        barrier_wait(values_empty + 8 * stage, parity ^ 1);
+        barrier_expect(values_full + 8 * stage, kTile);
+        for (int c = 0; c < Width / 64; ++c) {
+          copy_box(values + stage * kTile + c * kBlock, &v, values_full + 8 * stage, 64 * c, row, key_head, item.batch);
+        }
       }
     }
     return;
   }
 
-  more_registers<240>();
-  Rows<T, Seen, Drops> mine;
-  mine.lane = threadIdx.x % 32;
-  mine.row = tile * kQueries + (group - 1) * 64 + threadIdx.x % 128 / 32 * 16 + mine.lane / 4;
-  if (Drops) {
-    for (int h = 0; h < 2; ++h) mine.rows[h] = min(mine.row + 8 * h, task.queries - 1);
-    mine.bits = task.bits + (int64_t{index} * task.words + mine.lane % 4 / 2) * task.queries;
-  }
-  if (Seen == Sight::kTiles) {
-    for (int h = 0; h < 2; ++h) mine.shown_rows[h] = task.mask.row(batch, min(mine.row + 8 * h, task.queries - 1));
-  }
-  const uint32_t my_queries = queries + (group - 1) * 64 * 128;
-  const bool first_lane = mine.lane == 0;
+  more_registers<Sizes::kRegisters>();
+#pragma unroll 1
+  for (int number = blockIdx.x; number < items; number += gridDim.x, ++turn) {
+    const Item<kQueries, Seen> item(task, number);
+    Rows<T, Width, Seen, Drops> mine;
+    const int first_row = item.tile * kQueries + (group - 1) * 64;  // of this group
+    mine.lane = threadIdx.x % 32;
+    mine.row = first_row + threadIdx.x % 128 / 32 * 16 + mine.lane / 4;
+    if (Drops) {
+      for (int h = 0; h < 2; ++h) mine.rows[h] = min(mine.row + 8 * h, task.queries - 1);
+      mine.bits = task.bits + (int64_t{item.index} * task.words + mine.lane % 4 / 2) * task.queries;
+    }
+    if (Seen == Sight::kTiles) {
+      for (int h = 0; h < 2; ++h) mine.shown_rows[h] = task.mask.row(item.batch, min(mine.row + 8 * h, task.queries - 1));
+    }
+    const uint32_t place = turn % kItems, my_queries = queries + place * Sizes::kQueriesBytes + (group - 1) * 64 * 128;
+    const bool first_lane = mine.lane == 0;
 
-  if (Drops) mine.load_words(task, tile_at(0));
-  if (is_cut_at(0)) mine.load_shown(tile_at(0));
-  barrier_wait(queries_full, 0);
-  barrier_wait(keys_full, 0);
-  products_begin();
-  mine.ask_for_scores(my_queries, keys);
-  products_wait<0>();
-  arrived(mine.scores);
-  if (first_lane) barrier_arrive(keys_empty);
-  if (Seen == Sight::kTiles) {
-    if (is_cut_at(0)) mine.mask_shown();
-  } else if (Seen != Sight::kAll || task.keys % kKeys != 0) {
-    mine.mask(task, last_tile);
-  }
-  mine.weigh(task.scale);
-  mine.round();
-  for (int step = 1; step < steps; ++step) {
-    const int before = (step - 1) % kStages, stage = step % kStages;
-    const bool is_cut = is_cut_at(step);
-    if (Drops) mine.load_words(task, tile_at(step));
-    if (is_cut) mine.load_shown(tile_at(step));
-    barrier_wait(keys_full + 8 * stage, step / kStages & 1);
+    // Queries of an earlier group may see nothing of the last tile; of causal attention each sees something of its first.
+    int begin = 0;
+    if (Groups > 2 && (Seen == Sight::kCausal || Seen == Sight::kWindow)) {
+      begin = item.last_tile - (min(first_row + 64 + item.behind, task.keys) - 1) / kKeys;
+      if (begin > 0) {
+        if (first_lane) {
+          barrier_arrive(keys_empty + 8 * (count % kStages));
+          barrier_arrive(values_empty + 8 * (count % kStages));
+        }
+        ++count;
+      }
+    }
+    if (Drops) mine.load_words(task, item.tile_at(begin));
+    if (item.is_cut_at(begin)) mine.load_shown(item.tile_at(begin));
+    int stage = count % kStages;
+    barrier_wait(queries_full + 8 * place, turn / kItems & 1);
+    barrier_wait(keys_full + 8 * stage, count / kStages & 1);
     products_begin();
-    mine.ask_for_scores(my_queries, keys + stage * kTile);
-    barrier_wait(values_full + 8 * before, (step - 1) / kStages & 1);
-    products_begin();
-    mine.ask_for_sums(values + before * kTile, step > 1);
-    products_wait<1>();
+    mine.template ask_for_scores<Sizes::kQueriesBlock>(my_queries, keys + stage * kTile);
+    products_wait<0>();
     arrived(mine.scores);
     if (first_lane) barrier_arrive(keys_empty + 8 * stage);
-    if (Seen == Sight::kWindow && task.window.cuts((last_tile - step) * kKeys, kKeys, tile * kQueries, kQueries)) {
-      mine.mask(task, last_tile - step);
+    if (Seen == Sight::kTiles) {
+      if (item.is_cut_at(0)) mine.mask_shown();
+    } else if (Seen != Sight::kAll || task.keys % kKeys != 0) {
+      mine.mask(task, item.last_tile - begin);
     }
-    if (is_cut) mine.mask_shown();
     mine.weigh(task.scale);
-    once_known(__float_as_int(mine.total[0]) | __float_as_int(mine.total[1]));
+    mine.round();
+#pragma unroll 1
+    for (int step = begin + 1; step < item.steps; ++step) {
+      const int before = stage, before_parity = count / kStages & 1;
+      ++count;
+      stage = count % kStages;
+      const bool is_cut = item.is_cut_at(step);
+      if (Drops) mine.load_words(task, item.tile_at(step));
+      if (is_cut) mine.load_shown(item.tile_at(step));
+      barrier_wait(keys_full + 8 * stage, count / kStages & 1);
+      products_begin();
+      mine.template ask_for_scores<Sizes::kQueriesBlock>(my_queries, keys + stage * kTile);
+      barrier_wait(values_full + 8 * before, before_parity);
+      products_begin();
+      mine.ask_for_sums(values + before * kTile, step > begin + 1);
+      products_wait<1>();
+      arrived(mine.scores);
+      if (first_lane) barrier_arrive(keys_empty + 8 * stage);
+      if (Seen == Sight::kWindow && task.window.cuts((item.last_tile - step) * kKeys, kKeys, first_row, 64)) {
+        mine.mask(task, item.last_tile - step);
+      }
+      if (is_cut) mine.mask_shown();
+      mine.weigh(task.scale);
+      once_known(__float_as_int(mine.total[0]) | __float_as_int(mine.total[1]));
+      products_wait<0>();
+      arrived(mine.sums);
+      if (first_lane) barrier_arrive(values_empty + 8 * before);
+      mine.shrink_sums();
+      mine.round();
+    }
+    if (first_lane) barrier_arrive(queries_empty + 8 * place);
+    barrier_wait(values_full + 8 * stage, count / kStages & 1);
+    ++count;
+    products_begin();
+    mine.ask_for_sums(values + stage * kTile, item.steps > begin + 1);
+    float factor[2];
+    for (int h = 0; h < 2; ++h) {
+      float total = mine.total[h];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      factor[h] = Seen == Sight::kTiles && total == 0 ? 0.f : task.growth / total;  // a row may see nothing
+      const int row = mine.row + 8 * h;
+      if (mine.lane % 4 == 0 && row < task.queries) {
+        task.logsumexp[int64_t{item.index} * task.queries + row] = (mine.top[h] + __log2f(total)) * kLn2;
+      }
+    }
     products_wait<0>();
     arrived(mine.sums);
-    if (first_lane) barrier_arrive(values_empty + 8 * before);
-    mine.shrink_sums();
-    mine.round();
-  }
-  const int stage = (steps - 1) % kStages;
-  barrier_wait(values_full + 8 * stage, (steps - 1) / kStages & 1);
-  products_begin();
-  mine.ask_for_sums(values + stage * kTile, steps > 1);
-  float factor[2];
-  for (int h = 0; h < 2; ++h) {
-    float total = mine.total[h];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    factor[h] = Seen == Sight::kTiles && total == 0 ? 0.f : task.growth / total;  // a row may see nothing
-    const int row = mine.row + 8 * h;
-    if (mine.lane % 4 == 0 && row < task.queries) {
-      task.logsumexp[int64_t{index} * task.queries + row] = (mine.top[h] + __log2f(total)) * kLn2;
-    }
-  }
-  products_wait<0>();
-  arrived(mine.sums);
+    if (first_lane) barrier_arrive(values_empty + 8 * stage);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = mine.row + 8 * h;
-    T* to = out + ((int64_t{batch} * task.queries + row) * task.heads + head) * task.width;
-    mine.write(to, h, factor[h], task.width, row < task.queries);
+    for (int h = 0; h < 2; ++h) {
+      const int row = mine.row + 8 * h;
+      T* to = out + ((int64_t{item.batch} * task.queries + row) * task.heads + item.head) * task.width;
+      mine.write(to, h, factor[h], task.width, row < task.queries);
+    }
   }
 }
 

@@ -15,6 +15,12 @@ inline void check_cuda(cudaError_t error, const char* what) {
   throw Failure(TE_CUDA_ERROR, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+inline int multiprocessors(int device) {
+  int count = 0;
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  return count;
+}
+
 /// Makes `device` current for a scope.
 class DeviceGuard {
  public:

@@ -49,8 +49,7 @@ void launch(const te_grouped_gemm& task) {
   given.cluster = cluster_of(task);
   given.across = static_cast<int>((task.features + given.cluster * kFeatures - 1) / (given.cluster * kFeatures));
 
-  int processors = 0;
-  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, task.device), "multiprocessors");
+  const int processors = multiprocessors(task.device);
   const int64_t most = (task.tokens / kTokens + task.experts + 1) * given.across;
   const auto clusters = static_cast<unsigned>(std::min<int64_t>(processors / given.cluster, most));
   const auto kernel = gemm_kernel<Split, T, A, B>;

@@ -43,8 +43,7 @@ void launch(const te_grouped_wgrad& task) {
   given.down = static_cast<int>((task.rows + kRows - 1) / kRows);
   given.across = static_cast<int>((task.columns + kCluster * kColumns - 1) / (kCluster * kColumns));
   given.tiles = static_cast<int>(task.experts) * given.down * given.across;
-  int processors = 0;
-  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, task.device), "multiprocessors");
+  const int processors = multiprocessors(task.device);
   const int clusters = std::min(processors / kCluster, given.tiles);
   const auto kernel = wgrad_kernel<T, A, B>;
   allow_shared_memory(kernel, kRing, task.device, kName);

@@ -72,6 +72,10 @@ __device__ __forceinline__ uint32_t pair(float a, float b, const __nv_bfloat16*)
   return both;
 }
 
+#define TE_REGISTERS_32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define TE_SUMS_32 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
 #define TE_REGISTERS_64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31}"
@@ -111,6 +115,8 @@ __device__ __forceinline__ uint32_t pair(float a, float b, const __nv_bfloat16*)
                  : TE_SUMS_##N                                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)));                               \
   }
+TE_PRODUCT_OF_PARTS(32, __half, "f16", "%18", "%16", "%17", "%19", "%20")
+TE_PRODUCT_OF_PARTS(32, __nv_bfloat16, "bf16", "%18", "%16", "%17", "%19", "%20")
 TE_PRODUCT_OF_PARTS(64, __half, "f16", "%34", "%32", "%33", "%35", "%36")
 TE_PRODUCT_OF_PAIRS(64, __half, "f16", "%32", "%33", "%34", "%35", "%36", "%37")
 TE_PRODUCT_OF_PARTS(64, __nv_bfloat16, "bf16", "%34", "%32", "%33", "%35", "%36")
@@ -132,6 +138,8 @@ TE_PRODUCT_OF_CODES(__nv_fp8_e4m3, "e4m3", __nv_fp8_e4m3, "e4m3")
 TE_PRODUCT_OF_CODES(__nv_fp8_e4m3, "e4m3", __nv_fp8_e5m2, "e5m2")
 TE_PRODUCT_OF_CODES(__nv_fp8_e5m2, "e5m2", __nv_fp8_e4m3, "e4m3")
 #undef TE_PRODUCT_OF_CODES
+#undef TE_REGISTERS_32
+#undef TE_SUMS_32
 #undef TE_REGISTERS_64
 #undef TE_SUMS_64
 #undef TE_REGISTERS_128

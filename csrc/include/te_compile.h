@@ -155,8 +155,8 @@ typedef struct te_heads {
  * each 128 keys, of 64 queries, [mask_batches, ceil(keys / 128), 1 + ceil(queries / 64)]: how many follow, at least one, and
  * of each twice its number, and one more if the mask must be read there, as it must be where a tile ends behind the last key.
  *
- * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * 130 floats of workspace,
- * queries rounded up to a multiple of 64. With bits queries must be such a multiple and keys one of 128. It adds up dq in
+ * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * (w + 2) floats of
+ * workspace, queries rounded up to a multiple of 64 and w, the width, to 64 or 128. With bits queries must be such a multiple and keys one of 128. It adds up dq in
  * the order in which blocks come: its last bits may differ from run to run. */
 typedef struct te_attention {
   int32_t device;

@@ -1,11 +1,11 @@
-"""Attention by the C++ core, for wide heads on Hopper: asynchronous products beside the softmax.
+"""Attention by the C++ core, on Hopper: asynchronous products beside the softmax.
 
 csrc/cuda/attention_forward.cuh and attention_backward.cuh have the design. The tensor cores make the next scores and
 the last sums while weights are made of the scores before, and the backward pass makes five products of a tile. Its dq
 is added up in memory in the order in which blocks come, so its last bits may differ from run to run: with
 ``torch.use_deterministic_algorithms(True)`` another kernel must run.
 
-A head of fewer than 128 features takes the time of one of 128, so these are for heads of more than 64.
+A head of fewer features takes the time of one of 64, or of more than that the time of one of 128.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from te_compile.kernels.recording import STREAM
 from te_compile.ops.registry import Target, Unsupported
 
 VECTOR = 8  # elements of 16 bytes: rows must start and end on such
-NARROWER, WIDEST = 64, 128
-NARROWER_UNDER_A_MASK = 56  # others were not timed
+NARROWER, WIDEST = 32, 128
+FEWEST_KEYS = 384  # with a dropout and up to 64 features: Triton's kernels are faster below
 QUERIES, KEYS = 64, 128  # of a tile of the backward pass
 MOST_BLOCKS = 2**31 - 1
 MOST_MASKS = 2**16 - 1  # what a launch's second and third dimension hold (mask_tiles.py)
-_WORKSPACE = WIDEST + 2  # fp32 numbers of each query: dq, its shift, its logsumexp
+_KINDS = 64, 128  # features that kernels were built for; a narrower head takes the time of the next
 Mask = tuple[Tensor, Tensor]
 """Bits of a mask and lists of its tiles, as te::mask_tiles makes them, of the direction in question."""
 
 
-def check(target: Target, arguments: dict[str, Any], narrower: int = NARROWER) -> None:
+def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments``, whose q and k are [B, S, H, D],
-    or slower than others: those run heads of up to ``narrower`` features."""
+    or slower than others, as heads of up to 32 features."""
     native.require_hopper(target)
     q, k = arguments["q"], arguments["k"]
     width = q.shape[3]
-    if not isinstance(width, int) or width % VECTOR or not narrower < width <= WIDEST:
-        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {narrower} up to {WIDEST}")
+    if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:
+        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {NARROWER} up to {WIDEST}")
     sizes = (*q.shape[:3], k.shape[1])
     if all(isinstance(size, int) for size in sizes):
         batch, queries, heads, keys = sizes
@@ -47,8 +47,8 @@ def check(target: Target, arguments: dict[str, Any], narrower: int = NARROWER) -
 
 
 def check_masked(target: Target, arguments: dict[str, Any]) -> None:
-    """The same under a mask, for nothing else skips what it hides: heads may be narrower."""
-    check(target, arguments, NARROWER_UNDER_A_MASK)
+    """The same under a mask."""
+    check(target, arguments)
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"q is {q.dtype}, not of 16 bits")
@@ -58,9 +58,17 @@ def check_masked(target: Target, arguments: dict[str, Any]) -> None:
         raise Unsupported(f"{q.shape[0]} rows may have as many masks, and {MOST_MASKS} are packed at once")
 
 
+def check_dropout(target: Target, arguments: dict[str, Any]) -> None:
+    """The same with bits, where Triton's kernels are the others."""
+    check(target, arguments)
+    width, keys = arguments["q"].shape[3], arguments["k"].shape[1]
+    if width <= _KINDS[0] and not (isinstance(keys, int) and keys >= FEWEST_KEYS):
+        raise Unsupported(f"heads of {width} features and {keys} keys take no longer in Triton's kernels")
+
+
 def check_dropout_backward(target: Target, arguments: dict[str, Any]) -> None:
     """The same for :func:`backward` with bits; without them it takes what :func:`forward` does."""
-    check(target, arguments)
+    check_dropout(target, arguments)
     check_whole_tiles(arguments)
 
 
@@ -131,7 +139,8 @@ def backward(
     with on_device_of(q):
         dq, dk, dv = (buffers.empty(q, tuple(x.shape), x.dtype) for x in (q, k, v))
         rows = logsumexp.shape[0] * logsumexp.shape[1] * -(-logsumexp.shape[2] // QUERIES) * QUERIES
-        workspace = buffers.empty(q, (rows * _WORKSPACE,), torch.float32)
+        kind = min(kind for kind in _KINDS if q.shape[3] <= kind)
+        workspace = buffers.empty(q, (rows * (kind + 2),), torch.float32)  # dq, shifts and logsumexps
     native.call(
         native.module().cuda_attention_backward,
         q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask), out, logsumexp,

@@ -65,7 +65,7 @@ def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:
     from te_compile.kernels import native_attention
 
     check_dropout_attention(target, arguments)
-    native_attention.check(target, arguments)
+    native_attention.check_dropout(target, arguments)
 
 
 def _check_dropout_attention_backward(target: Target, arguments: dict[str, Any]) -> None:

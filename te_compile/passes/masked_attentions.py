@@ -47,8 +47,8 @@ from te_compile.passes.undo_repeated_heads import heads_before_copies
 from te_compile.passes.window_attentions import may_be_an_operator, put_operator, read_as_rows
 from te_compile.passes.writing import Writer
 
-FEWEST_QUERIES = 256
-"""Two tiles: of one there is nothing to skip, and its kernels take longer than PyTorch's."""
+FEWEST_QUERIES = 128
+"""A tile: with fewer most of one is not there."""
 
 _OPERATORS = ("mask_tiles", "masked_attention_forward", "masked_attention_backward")
 

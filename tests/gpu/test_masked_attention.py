@@ -29,6 +29,8 @@ SIZES = [  # heads, heads of keys, queries, keys, features
     (3, 1, 389, 389, 128),
     (2, 2, 130, 700, 72),
     (2, 1, 700, 65, 96),
+    (3, 3, 577, 577, 40),
+    (80, 40, 260, 260, 64),  # more heads than there are blocks
     (2, 2, 64, 1, 128),
 ]
 

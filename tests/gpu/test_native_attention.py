@@ -63,7 +63,22 @@ def assert_close_by_columns(got: Tensor, wanted: Tensor, bound: float) -> None:
 @pytest.mark.parametrize(("left", "right"), SIGHTS)
 @pytest.mark.parametrize(
     ("length", "heads", "key_heads", "width"),
-    [(128, 3, 3, 128), (384, 4, 2, 96), (577, 6, 1, 128), (1000, 2, 2, 72), (70, 2, 1, 128), (1, 2, 2, 128)],
+    [
+        (128, 3, 3, 128),
+        (384, 4, 2, 96),
+        (577, 6, 1, 128),
+        (1000, 2, 2, 72),
+        (70, 2, 1, 128),
+        (1, 2, 2, 128),
+        (384, 3, 3, 64),  # by blocks of 192 queries, and of 128 where many of 192 are not there
+        (577, 6, 2, 64),
+        (1000, 2, 1, 48),
+        (197, 4, 4, 40),
+        (1, 2, 2, 64),
+        (200, 96, 96, 64),  # more heads than there are blocks
+        (300, 128, 32, 64),
+        (130, 140, 70, 96),
+    ],
 )
 def test_both_passes_compute_the_definition(
     length: int, heads: int, key_heads: int, width: int, left: int, right: int, dtype: torch.dtype
@@ -84,12 +99,13 @@ def test_both_passes_compute_the_definition(
 
 
 @pytest.mark.parametrize(("left", "right"), SIGHTS)
-@pytest.mark.parametrize("length", [1, 70, 130, 197, 333])
-def test_what_is_hidden_or_not_there_is_not_the_largest(length: int, left: int, right: int) -> None:
+@pytest.mark.parametrize("length", [1, 70, 130, 197, 333, 560])
+@pytest.mark.parametrize("width", [64, 128])
+def test_what_is_hidden_or_not_there_is_not_the_largest(width: int, length: int, left: int, right: int) -> None:
     """Where scores lie so far below 0 that 2 to the power of their sum's negative is infinite."""
-    q, k, v, grad = drawn(length, 4, 2, 128, torch.float16)
+    q, k, v, grad = drawn(length, 4, 2, width, torch.float16)
     q, k = q + 6, k - 6
-    window = (left, right, 0.05)
+    window = (left, right, 6.4 / width)
     out, sums = forward(q, k, v, *window)
     wanted, wanted_sums = window_attention_reference(q, k, v, *window)
     assert wanted_sums.max() < -100 and relative_error(out, wanted) < 2e-3
@@ -99,10 +115,11 @@ def test_what_is_hidden_or_not_there_is_not_the_largest(length: int, left: int, 
         assert got.isfinite().all() and (got.float() - one.float()).norm() < 5e-3 * one.float().norm() + 2e-2
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(64, 384), (70, 130), (333, 50), (1, 700)])
-def test_other_queries_than_keys_see_them_all(queries: int, keys: int) -> None:
-    q, grad = (torch.randn(2, queries, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(2, keys, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize(("queries", "keys"), [(64, 384), (70, 130), (333, 50), (1, 700), (570, 260)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_other_queries_than_keys_see_them_all(width: int, queries: int, keys: int) -> None:
+    q, grad = (torch.randn(2, queries, 4, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, keys, 2, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     wide = [x.transpose(1, 2).float().requires_grad_() for x in (q, k, v)]
     wanted = F.scaled_dot_product_attention(*wide, scale=0.1, enable_gqa=True)
     out, sums = forward(q, k, v, -1, -1, 0.1)
@@ -126,8 +143,9 @@ def test_the_operator_is_a_flash_kernels_where_every_run_must_be_the_same() -> N
         assert torch.equal(got, one)
 
 
-def test_what_is_no_number_stays_in_its_window() -> None:
-    q, k, v, grad = drawn(512, 2, 2, 128, torch.bfloat16)
+@pytest.mark.parametrize("width", [64, 128])
+def test_what_is_no_number_stays_in_its_window(width: int) -> None:
+    q, k, v, grad = drawn(512, 2, 2, width, torch.bfloat16)
     k[0, 300, 0, 0] = torch.nan
     out, sums = forward(q, k, v, 50, 0, 0.1)
     seen = out[0, :, 0].isnan().all(1).nonzero().flatten().tolist()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_compile.kernels import native
-from te_compile.kernels.native_attention import _in_place, check, check_dropout_backward
+from te_compile.kernels.native_attention import FEWEST_KEYS, _in_place, check, check_dropout, check_dropout_backward
 from te_compile.ops import triton_implementations
 from te_compile.ops.registry import Target, Unsupported, choose
 
@@ -29,9 +29,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_implementations, "check_target", lambda target: None)
 
 
-def test_wide_heads_on_hopper_are_taken() -> None:
-    for queries, keys, width in ((256, 256, 128), (64, 384, 96), (192, 128, 80)):
-        check(HOPPER, arguments(queries, keys, width))
+def test_heads_on_hopper_are_taken() -> None:
+    for queries, keys, width in ((256, 256, 128), (64, 384, 96), (192, 128, 80), (64, 384, 64), (512, 512, 48)):
+        check_dropout(HOPPER, arguments(queries, keys, width))
         check_dropout_backward(HOPPER, arguments(queries, keys, width))
         for operator in ("dropout_attention_forward", "dropout_attention_backward"):
             assert choose(operator, HOPPER, arguments(queries, keys, width))[0] == "cuda"
@@ -43,7 +43,8 @@ def test_wide_heads_on_hopper_are_taken() -> None:
         (Target("cpu"), arguments(), "needs a CUDA device"),
         (Target("cuda", (8, 9)), arguments(), "compute capability 9.0"),
         (Target("cuda", (10, 0)), arguments(), "compute capability 9.0"),
-        (HOPPER, arguments(width=64), "a head of 64 features"),
+        (HOPPER, arguments(width=32), "a head of 32 features"),
+        (HOPPER, arguments(width=60), "a head of 60 features"),
         (HOPPER, arguments(width=136), "a head of 136 features"),
         (HOPPER, arguments(queries=2**36, keys=2**36), "too many tiles"),
     ],
@@ -52,6 +53,15 @@ def test_others_are_not_and_the_reason_is_said(target: Target, given: dict[str, 
     for one in (check, check_dropout_backward):
         with pytest.raises(Unsupported, match=reason):
             one(target, given)
+
+
+def test_narrow_heads_with_a_dropout_and_few_keys_are_tritons() -> None:
+    given = arguments(512, FEWEST_KEYS - 128, 64)
+    check(HOPPER, given)
+    with pytest.raises(Unsupported, match="heads of 64 features and 256 keys"):
+        check_dropout(HOPPER, given)
+    for operator in ("dropout_attention_forward", "dropout_attention_backward"):
+        assert choose(operator, HOPPER, given)[0] == "triton"
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(197, 256), (256, 197), (256, 64)])
@@ -80,7 +90,9 @@ def flash_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         (HOPPER, windowed(), "cuda", "cuda"),
         (HOPPER, windowed(width=96, dtype=torch.float16), "cuda", "cuda"),
         (HOPPER, windowed(length=197), "cuda", "cuda"),
-        (HOPPER, windowed(width=64), "flash", "flash"),
+        (HOPPER, windowed(width=64), "cuda", "cuda"),
+        (HOPPER, windowed(width=40), "cuda", "cuda"),
+        (HOPPER, windowed(width=32), "flash", "flash"),
         (HOPPER, windowed(width=256), "flash", "flash"),
         (HOPPER, windowed(dtype=torch.float32), "reference", "reference"),
         (Target("cuda", (8, 9)), windowed(), "flash", "flash"),
@@ -88,9 +100,7 @@ def flash_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         (Target("cpu"), windowed(), "reference", "reference"),
     ],
 )
-def test_windows_of_wide_heads_on_hopper_are_taken(
-    target: Target, given: dict[str, Any], forward: str, backward: str
-) -> None:
+def test_windows_on_hopper_are_taken(target: Target, given: dict[str, Any], forward: str, backward: str) -> None:
     assert choose("window_attention_forward", target, given)[0] == forward
     assert choose("window_attention_backward", target, given)[0] == backward
 
@@ -114,7 +124,8 @@ def masked(
         (HOPPER, masked(probability=0.1), "cuda", "cuda"),
         (HOPPER, masked(length=197, probability=0.1), "cuda", "reference"),
         (HOPPER, masked(probability=1e-9), "reference", "reference"),
-        (HOPPER, masked(width=56), "reference", "reference"),
+        (HOPPER, masked(width=40), "cuda", "cuda"),
+        (HOPPER, masked(width=32), "reference", "reference"),
         (HOPPER, masked(width=136), "reference", "reference"),
         (HOPPER, masked(batch=2**16), "reference", "reference"),
         (HOPPER, masked(dtype=torch.float32), "reference", "reference"),
