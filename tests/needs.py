@@ -13,9 +13,10 @@ FP8_GPU = (
     pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device with FP8 tensor cores (compute capability 8.9)"),
 )
 
+HAS_HOPPER_CORE = (
+    torch.cuda.is_available() and torch.cuda.get_device_capability() == native.HOPPER and not native.missing(cuda=True)
+)
 HOPPER_CORE = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != native.HOPPER
-    or bool(native.missing(cuda=True)),
+    not HAS_HOPPER_CORE,
     reason="needs a GPU of compute capability 9.0 and the C++ core with CUDA",
 )

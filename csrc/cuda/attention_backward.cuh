@@ -9,7 +9,8 @@
 // theirs to shared memory, and each makes half of dq's columns while the tensor cores have its next scores to make as well.
 // dq's sums over blocks are added up in memory, in fp32 and in the order in which blocks come: its last bits may differ
 // from run to run. They lie there as registers do, so that each group adds 16 KB in a row; a last launch sorts and rounds
-// them. Programs of a head begin at different queries, so that few add to the same place at a time.
+// them. Programs of a head begin at different queries, so that few add to the same place at a time. Where all keys of a
+// head are in one block, its dq is whole, and written as it is to be.
 //
 // Where lengths are no multiples of tiles, copies bring zeros, queries that are not there have an infinite sum, which
 // leaves no weights, as those that see nothing do, and keys that are not there are hidden.
@@ -44,7 +45,8 @@ constexpr int kDsThere = 2, kGroupMeets = 6, kHeadStart = 8;
 struct Backward {
   const uint32_t* bits;                 // [heads, words, queries], if weights are dropped
   const float *sums, *shifts;           // [heads, 64 steps]: logsumexp times log2(e), Σ dout · out
-  float* dq;                            // [heads, steps, halves of the columns, eight columns, threads, 4]
+  void* dq;  // fp32 [heads, steps, halves of the columns, eight columns, threads, 4]; the result itself if is_whole
+  bool is_whole;
   int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
   int steps;                                              // of 64 queries
   float scale, growth, factor;  // scale: times log2(e)
@@ -52,11 +54,12 @@ struct Backward {
   Tiles mask;
 };
 
-/// sums and shifts of every query, and zeros for dq. Lanes of eight columns each a query of [batch, 64 steps, head].
+/// sums and shifts of every query, and zeros for what is to be added up of dq, or for a dq of which some may stay unwritten;
+/// either may be null. Lanes of eight columns each a query of [batch, 64 steps, head].
 template <typename T, int Width>
 __global__ void __launch_bounds__(256)
     before_kernel(const T* grad, int64_t batch_stride, int64_t row_stride, int64_t head_stride, const T* out,
-                  const float* logsumexp, float* sums, float* shifts, float* dq, int heads, int queries, int steps,
+                  const float* logsumexp, float* sums, float* shifts, float* dq, T* whole_dq, int heads, int queries, int steps,
                   int width, int64_t rows) {
   constexpr int kLanes = Width / 8;
   const int64_t at = int64_t{blockIdx.x} * (256 / kLanes) + threadIdx.x / kLanes;
@@ -69,13 +72,17 @@ __global__ void __launch_bounds__(256)
     if (is_there && 8 * lane < width) {
       const T* from = grad + batch * batch_stride + query * row_stride + head * head_stride + 8 * lane;
       const uint4 x = *reinterpret_cast<const uint4*>(from);
-      const uint4 y = *reinterpret_cast<const uint4*>(out + ((batch * queries + query) * heads + head) * width + 8 * lane);
+      const int64_t place = ((batch * queries + query) * heads + head) * width + 8 * lane;
+      const uint4 y = *reinterpret_cast<const uint4*>(out + place);
+      if (whole_dq != nullptr) *reinterpret_cast<uint4*>(whole_dq + place) = make_uint4(0, 0, 0, 0);
       const T *u = reinterpret_cast<const T*>(&x), *w = reinterpret_cast<const T*>(&y);
 #pragma unroll
       for (int i = 0; i < 8; ++i) shift = fmaf(static_cast<float>(u[i]), static_cast<float>(w[i]), shift);
     }
-    float4* zeros = reinterpret_cast<float4*>(dq + at * Width);
-    zeros[lane] = zeros[lane + kLanes] = make_float4(0, 0, 0, 0);
+    if (dq != nullptr) {
+      float4* zeros = reinterpret_cast<float4*>(dq + at * Width);
+      zeros[lane] = zeros[lane + kLanes] = make_float4(0, 0, 0, 0);
+    }
   }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) shift += __shfl_xor_sync(~0u, shift, i);
@@ -279,6 +286,22 @@ struct Keys {
     }
   }
 
+  /// This group's columns of a dq that is whole; count: how many of the queries are there.
+  __device__ __forceinline__ void write_dq(T* to, int64_t row, int count, float factor, int width) {
+    const int query = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < Width / 16; ++i) {
+        const int column = group * Width / 2 + 8 * i;
+        if (query + 8 * h < count && column < width) {
+          *reinterpret_cast<uint32_t*>(to + (query + 8 * h) * row + column + 2 * (lane % 4)) =
+              pair(dq[4 * i + 2 * h] * factor, dq[4 * i + 2 * h + 1] * factor, static_cast<const T*>(nullptr));
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void write(T* to, const float (&sums)[Width / 2], int h, float factor, int width) {
 #pragma unroll
     for (int j = 0; j < Width / 8; ++j) {
@@ -376,8 +399,20 @@ __global__ void __launch_bounds__(384, 1)
   mine.bit = 1u << (16 * (row / 2 % 2) + 8 * (row % 2) + row / 8);
   mine.next_bit = mine.bit << 1;
   const uint32_t my_keys = keys + mine.group * 64 * 128, my_values = my_keys + kTile, my_staged = staged + mine.group * kDq * 4;
-  float* my_dq = task.dq + (int64_t{batch * task.heads + first_head} * task.steps * 2 + mine.group) * kDq;  // of one head
-  float* dq_before = my_dq;
+  // dq of a head, where this group's begins, and of the step before.
+  const int64_t dq_row = int64_t{task.heads} * task.width;
+  const int64_t dq_step = task.is_whole ? kStep * dq_row * 2 : 2 * kDq * 4;  // bytes from one to the next
+  const int64_t dq_head = task.is_whole ? task.width * 2 : task.steps * dq_step;
+  char* my_dq = static_cast<char*>(task.dq) + (task.is_whole ? int64_t{batch} * task.queries * dq_row * 2 + first_head * dq_head
+                                                             : (batch * task.heads + first_head) * dq_head + mine.group * kDq * 4);
+  char* dq_before = my_dq;
+  int queries_before = 0;
+  const auto write_dq = [&] {
+    mine.write_dq(reinterpret_cast<T*>(dq_before), dq_row, queries_before, task.factor, task.width);
+  };
+  const auto add_dq = [&] {
+    if (!task.is_whole && mine.thread == 0) add_bytes(reinterpret_cast<float*>(dq_before), my_staged, kDq * 4);
+  };
   const uint32_t* shown_rows[2];
   if (Seen == Sight::kTiles) {
     for (int h = 0; h < 2; ++h) {
@@ -445,12 +480,18 @@ __global__ void __launch_bounds__(384, 1)
       mine.write_ds(ds + parity * kDs, shifts, words, task.growth);
       products_wait<0>();
       arrived(mine.dq);
-      mine.stage_dq(my_staged);
+      if (task.is_whole) {
+        write_dq();
+      } else {
+        mine.stage_dq(my_staged);
+      }
     } else {
       once_known(known);
       products_wait<0>();
       arrived(mine.dq);
-      if (count > 0) {
+      if (task.is_whole) {
+        write_dq();
+      } else if (count > 0) {
         mine.stage_dq(my_staged);
         written_for_products();
       }
@@ -465,14 +506,15 @@ __global__ void __launch_bounds__(384, 1)
     written_for_products();
     tell(kDsThere + 2 * mine.group + parity, 256);
     meet(kGroupMeets + mine.group, 128);
-    if (mine.thread == 0 && count > 0) add_bytes(dq_before, my_staged, kDq * 4);
+    if (count > 0) add_dq();
     products_begin();
     mine.ask_for_dk(ds + parity * kDs, query, count > 0);
-    dq_before = my_dq + int64_t{step} * 2 * kDq;
+    dq_before = my_dq + step * dq_step;
+    queries_before = task.queries - step * kStep;
     place = following(place);
     if (--left == 0) {
       left = steps;
-      my_dq += int64_t{task.steps} * 2 * kDq;
+      my_dq += dq_head;
     }
   }
   const int parity = (count_of_all - 1) & 1;
@@ -484,10 +526,14 @@ __global__ void __launch_bounds__(384, 1)
   arrived(mine.dk);
   arrived(mine.dv);
   arrived(mine.dq);
-  mine.stage_dq(my_staged);
-  written_for_products();
-  meet(kGroupMeets + mine.group, 128);
-  if (mine.thread == 0) add_bytes(dq_before, my_staged, kDq * 4);
+  if (task.is_whole) {
+    write_dq();
+  } else {
+    mine.stage_dq(my_staged);
+    written_for_products();
+    meet(kGroupMeets + mine.group, 128);
+    add_dq();
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int key = tile * kKeys + mine.group * 64 + row + 8 * h;

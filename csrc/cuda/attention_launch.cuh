@@ -109,16 +109,19 @@ void backward(const te_attention& task) {
   const int heads = static_cast<int>(task.heads), queries = static_cast<int>(task.queries);
   const int width = static_cast<int>(task.width);
   constexpr int kRows = 256 / (Width / 8);  // of a block
+  const bool is_whole = task.keys <= kKeys;
+  T* const zeros = is_whole && Seen == Sight::kTiles ? static_cast<T*>(task.dq) : nullptr;  // lists leave out queries
   before_kernel<T, Width><<<static_cast<unsigned>((rows + kRows - 1) / kRows), 256, 0, stream>>>(
       static_cast<const T*>(task.grad.x), task.grad.batch, task.grad.row, task.grad.head, static_cast<const T*>(task.out),
-      task.logsumexp, sums, shifts, dq, heads, queries, static_cast<int>(steps), width, rows);
+      task.logsumexp, sums, shifts, is_whole ? nullptr : dq, zeros, heads, queries, static_cast<int>(steps), width, rows);
   check_cuda(cudaGetLastError(), "te_cuda_attention_backward: launch");
 
   Backward given{};
   given.bits = task.bits;
   given.sums = sums;
   given.shifts = shifts;
-  given.dq = dq;
+  given.dq = is_whole ? task.dq : dq;
+  given.is_whole = is_whole;
   given.heads = heads;
   given.shared = static_cast<int>(task.heads / task.key_heads);
   given.queries = queries;
@@ -141,6 +144,7 @@ void backward(const te_attention& task) {
       map_of(task, task.grad, task.queries, task.heads, kStep), static_cast<T*>(task.dk), static_cast<T*>(task.dv), given);
   check_cuda(cudaGetLastError(), "te_cuda_attention_backward: launch");
 
+  if (is_whole) return;
   const int64_t count = rows * Width / 16;
   after_kernel<T, Width><<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(
       dq, static_cast<T*>(task.dq), heads, queries, given.steps, width, task.scale, count);

@@ -17,7 +17,7 @@ kernels with a dropout (``python -m benchmarks.dropout_attention``):
 
 Five products, with dsᵀ written for a product of its own to make dq, save a tenth of the backward here and lose a tenth
 and more with narrower heads or a causal mask: what is written passes through shared memory once more. Where the C++
-core is built, heads as wide as these are its own (native_dropout_attention.py): five products in one kernel.
+core is built, most heads are its own on Hopper (native_dropout_attention.py): five products in one kernel.
 
 Two things are written as they are for the machine code that comes of them (``tests/kernels/test_wgmma_code.py``):
 

@@ -22,7 +22,7 @@ from te_compile.ops.registry import Target, Unsupported
 
 VECTOR = 8  # elements of 16 bytes: rows must start and end on such
 NARROWER, WIDEST = 32, 128
-FEWEST_KEYS = 384  # with a dropout and up to 64 features: Triton's kernels are faster below
+FEWEST_KEYS = 384  # with a dropout and up to 64 features: Triton's kernels take less time below
 QUERIES, KEYS = 64, 128  # of a tile of the backward pass
 MOST_BLOCKS = 2**31 - 1
 MOST_MASKS = 2**16 - 1  # what a launch's second and third dimension hold (mask_tiles.py)

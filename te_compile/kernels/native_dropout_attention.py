@@ -1,8 +1,9 @@
-"""Attention with dropout by the C++ core, for wide heads on Hopper: the kernels of native_attention.py, told of bits.
+"""Attention with dropout by the C++ core, on Hopper: the kernels of native_attention.py, told of bits.
 
 What Triton does not let one say is which products run while a program's other instructions do; and the backward pass
 makes five products of a tile in place of the seven of kernels/dropout_attention_backward.py. Where every run must give
-the same bits, Triton's backward runs. With narrower heads Triton's kernels are as fast or faster.
+the same bits, Triton's backward runs. Heads of up to 64 features are left to Triton where keys are few: with 256 keys
+it takes a tenth less time on an H200, with 512 as much, with 2048 a seventh more.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 Padding, packed documents, a prefix, a mask made before a graph break: what a boolean mask says is known when it runs,
 not when it is compiled. PyTorch's kernels read it for each pair of query and key and compute all pairs. Here
 ``te::mask_tiles`` packs it into bits and lists the tiles in which something is seen, once for all layers that read it,
-and ``te::masked_attention`` visits those. On an H100 attention with its gradients takes, in milliseconds, bf16:
+and ``te::masked_attention`` visits those. On an H200 attention with its gradients takes, in milliseconds, bf16:
 
     rows × heads, of keys × positions × features     mask                                cuDNN with it     by tiles
-    4 × 32, 8 × 2048 × 128                           causal, padded to 683 … 2048        3.27              1.19
-    4 × 32, 8 × 2048 × 128                           causal, documents of 256            3.28              0.72
-    8 × 32, 8 × 1024 × 64                            causal, padded in front             1.06              0.56
-    64 × 12, 12 × 512 × 64                           padded to 171 … 512, dropout 0.1    1.31              0.88
-    64 × 12, 12 × 512 × 64                           hides nothing                       0.98              0.95
-    64 × 16, 16 × 128 × 64                           padded to 42 … 128                  0.19              0.22
+    4 × 32, 8 × 2048 × 128                           causal, padded to 683 … 2048        3.24              1.06
+    4 × 32, 8 × 2048 × 128                           causal, documents of 256            3.24              0.50
+    8 × 32, 8 × 1024 × 64                            causal, padded in front             1.04              0.37
+    64 × 12, 12 × 512 × 64                           padded to 171 … 512, dropout 0.1    1.30              0.62
+    64 × 12, 12 × 512 × 64                           hides nothing                       0.94              0.61
+    64 × 16, 16 × 128 × 64                           padded to 42 … 128                  0.17              0.12
 
-and packing the mask 0.006 to 0.03 (``python -m benchmarks.masked_attention``). The mask must be one for all heads. One
+and packing the mask 0.005 to 0.03 (``python -m benchmarks.masked_attention``). The mask must be one for all heads. One
 that is added may hide by a number that is only small; such stay, and so does attention of few queries, as in decoding.
 A dropout is drawn as ``te::dropout_attention`` draws its own, in bits.
 """

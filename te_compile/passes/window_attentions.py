@@ -12,7 +12,7 @@ takes, in milliseconds, bf16, heads of 128 features (64 in the last row):
     1 × 32 × 8192                1024 before      12.3                    31.3              2.2
     8 × 12 × 2048                64 either way    1.6                     4.2               0.6
 
-That is by PyTorch's flash kernels. The C++ core's, for wide heads on Hopper, take less: see
+That is by PyTorch's flash kernels. The C++ core's, for heads of more than 32 features on Hopper, take less: see
 ``python -m benchmarks.window_attention``.
 
 Attention with sinks (``te::sink_attention``) goes the same way where its mask folded away, for SDPA knows none: its

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_compile.kernels import native
 from te_compile.passes import manager
 from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, cosine
+from tests.needs import HAS_HOPPER_CORE
 
 HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
 pytestmark = [
@@ -87,8 +87,7 @@ class SpelledOut(Attention):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-HAS_CORES = HAS_CUDNN and not native.missing(cuda=True) and torch.cuda.get_device_capability() == native.HOPPER
-OURS = "attention::backward_kernel" if HAS_CORES else "_keys_kernel"  # of heads as wide as these
+OURS = "attention::backward_kernel" if HAS_HOPPER_CORE else "_keys_kernel"  # of heads as wide as these
 
 
 @pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
