@@ -11,7 +11,6 @@ namespace {
 
 using namespace attention;
 
-constexpr const char* kName = "te_cuda_attention";
 constexpr int64_t kQueriesOfStep = 64, kKeysOfTile = 128;  // of the backward pass
 
 void check(const te_heads& x, const char* name) {

@@ -8,8 +8,8 @@
 // Two warp groups have 64 keys each, whose dk and dv stay in registers. dq takes the ds of all 128: both groups write
 // theirs to shared memory, and each makes half of dq's columns while the tensor cores have its next scores to make as well.
 // dq's sums over blocks are added up in memory, in fp32 and in the order in which blocks come: its last bits may differ
-// from run to run. They lie there as registers do, so that each group adds 16 KB in a row; a last launch sorts and rounds
-// them. Programs of a head begin at different queries, so that few add to the same place at a time. Where all keys of a
+// from run to run. They lie there as registers do, so that each group adds its half in one piece; a last launch sorts and
+// rounds them. Programs of a head begin at different queries, so that few add to the same place at a time. Where all keys of a
 // head are in one block, its dq is whole, and written as it is to be.
 //
 // Where lengths are no multiples of tiles, copies bring zeros, queries that are not there have an infinite sum, which

@@ -326,10 +326,12 @@ __global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
     if (Groups > 2 && (Seen == Sight::kCausal || Seen == Sight::kWindow)) {
       begin = item.last_tile - (min(first_row + 64 + item.behind, task.keys) - 1) / kKeys;
       if (begin > 0) {
-        if (first_lane) {
-          barrier_arrive(keys_empty + 8 * (count % kStages));
-          barrier_arrive(values_empty + 8 * (count % kStages));
-        }
+        // What is not there yet may have no place yet: another group may still read what is there from before.
+        const int stage = count % kStages, parity = count / kStages & 1;
+        barrier_wait(keys_full + 8 * stage, parity);
+        if (first_lane) barrier_arrive(keys_empty + 8 * stage);
+        barrier_wait(values_full + 8 * stage, parity);
+        if (first_lane) barrier_arrive(values_empty + 8 * stage);
         ++count;
       }
     }

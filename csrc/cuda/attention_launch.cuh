@@ -13,8 +13,6 @@ namespace te_compile::attention {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-constexpr const char* kName = "te_cuda_attention";
-
 /// What copy_box needs to know of [batch, length, head, width], for boxes of so many rows and 64 columns.
 inline CUtensorMap map_of(const te_attention& task, const te_heads& x, int64_t length, int64_t heads, int rows) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(task.width), static_cast<cuuint64_t>(length),
@@ -26,11 +24,11 @@ inline CUtensorMap map_of(const te_attention& task, const te_heads& x, int64_t l
   return tensor_map<4>(kName, type, x.x, sizes, bytes, box);
 }
 
-/// Should each multiprocessor have one block, which walks over all queries of every so manieth head, and loads the next
-/// while it computes? Heads of few queries begin and end so often that it pays. As many heads' keys and values as there
-/// are blocks are read at a time, more than once, and should not be much more than the cache holds; causal attention reads
-/// half of them. 2048 keys of 64 features take 0.88 of the time of a block for each item, 512 take 0.77, and 1024 of 128
-/// features, all of which are seen, 1.14, on an H200.
+/// Should each multiprocessor have one block, which walks over all queries of some heads, one after the other, and loads
+/// the next while it computes? With few queries a head blocks begin and end so often that it pays. As many heads' keys and
+/// values as there are blocks are read at a time, more than once, and should not be much more than the cache holds; causal
+/// attention reads half of them. 2048 keys of 64 features take 0.88 of the time of a block for each item, 512 take 0.77, and
+/// 1024 of 128 features, all of which are seen, 1.14, on an H200.
 inline bool walking_pays(const te_attention& task, int width, int units) {
   const int64_t heads = std::min(task.batches * task.key_heads, units / (task.heads / task.key_heads) + 1);
   const int64_t most = sight_of(task) == Sight::kAll ? 40 : 72;
@@ -189,6 +187,5 @@ template <int Width>
 void run_backward(const te_attention& task) {
   by_kind(task, [&](auto* type, auto kind) { backward_of<Width>(task, type, kind); });
 }
-
 
 }  // namespace te_compile::attention

@@ -5,6 +5,7 @@
 
 namespace te_compile::attention {
 
+constexpr const char* kName = "te_cuda_attention";
 constexpr int kNarrow = 64, kWide = 128;  // features; narrower heads end in zeros
 
 /// Which keys a query sees: all, none that come after it, those of a window around it, or those that a mask shows.

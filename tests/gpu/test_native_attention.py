@@ -129,6 +129,18 @@ def test_other_queries_than_keys_see_them_all(width: int, queries: int, keys: in
         assert got.is_contiguous() and relative_error(got, one.transpose(1, 2)) < CLOSE[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("left", "right"), [(-1, 0), (40, 100)])
+@pytest.mark.parametrize(("length", "heads"), [(190, 300), (2048, 70)])
+def test_groups_that_run_ahead_of_others_take_nothing_from_them(length: int, heads: int, left: int, right: int) -> None:
+    """Blocks of three groups walk over many items, of which the first groups leave out the last tile."""
+    q, k, v, _ = drawn(length, heads, heads, 64, torch.bfloat16)
+    first = forward(q, k, v, left, right, 0.125)
+    wanted, _ = window_attention_reference(q[:1], k[:1], v[:1], left, right, 0.125)
+    assert relative_error(first[0][:1], wanted) < CLOSE[torch.bfloat16]
+    for _ in range(30):
+        assert all(map(torch.equal, forward(q, k, v, left, right, 0.125), first))
+
+
 def test_the_operator_is_a_flash_kernels_where_every_run_must_be_the_same() -> None:
     q, k, v, grad = drawn(512, 4, 2, 128, torch.bfloat16)
     out, sums = native_implementations.window_attention_forward(q, k, v, 100, 0, 0.1)
