@@ -36,7 +36,7 @@ QUOTIENTS = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, 
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 DIFFERENCES = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
 FILLS = {torch.masked_fill, "masked_fill", "masked_fill_"}
-_SAME_VALUES = {
+SAME_VALUES = {
     "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute",
     "contiguous", "clone", "detach", "repeat", operator.getitem, torch.unsqueeze, torch.squeeze, torch.reshape,
 }  # fmt: skip
@@ -71,7 +71,7 @@ def number_in(node: Any, changes: dict[Node, bool] | None = None) -> float | Non
         dtypes.append(value_of(node).dtype)
         if node.target in _FILLED:
             return _rounded(_filled_with(node), dtypes[::-1])
-        if not (node.target in _SAME_VALUES or is_cast(node)):
+        if not (node.target in SAME_VALUES or is_cast(node)):
             return None
         node = node.args[0] if node.args else None
     return None
@@ -154,7 +154,7 @@ def may_hide(tensor: Node, changes: dict[Node, bool]) -> bool:
 
 def is_zero_or_hidden(tensor: Any, changes: dict[Node, bool]) -> bool:
     """Is every element of ``tensor`` zero or a number that hides, by the way it was made?"""
-    while isinstance(tensor, Node) and tensor.target in _SAME_VALUES and not may_change(tensor, changes):
+    while isinstance(tensor, Node) and tensor.target in SAME_VALUES and not may_change(tensor, changes):
         tensor = tensor.args[0]
     if not isinstance(tensor, Node) or may_change(tensor, changes):
         return False

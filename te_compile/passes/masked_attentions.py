@@ -14,7 +14,8 @@ and ``te::masked_attention`` visits those. On an H200 attention with its gradien
     64 × 16, 16 × 128 × 64                           padded to 42 … 128                  0.17              0.12
 
 and packing the mask 0.005 to 0.03 (``python -m benchmarks.masked_attention``). The mask must be one for all heads. One
-that is added may hide by a number that is only small; such stay, and so does attention of few queries, as in decoding.
+that is added must be made of zeros and minus infinities, by the way it is written (added_masks.py): others may hide by
+a number that is only small, and stay, and so does attention of few queries, as in decoding.
 A dropout is drawn as ``te::dropout_attention`` draws its own, in bits.
 """
 
@@ -34,6 +35,7 @@ from te_compile.ops import registry
 from te_compile.ops.mask_tiles import MASK_TILES
 from te_compile.ops.masked_attention import MASKED_ATTENTION
 from te_compile.options import Options
+from te_compile.passes.added_masks import Shown, shown_by
 from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, takes_its_own_order
 from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
@@ -80,8 +82,9 @@ def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs:
         if not may_be_an_operator(node, operands, changes) or not _fits(node) or not _may_drop(node, options):
             continue
         q, k, v = read_as_rows(node, operands)
-        if runs(q, k, v, float(argument(node, 4, "dropout_p", 0.0))):
-            plan.attentions[index] = _replaced(plan.attentions[index], operands, changes, tiles)
+        shown = _shown(node, changes)
+        if shown is not None and runs(q, k, v, float(argument(node, 4, "dropout_p", 0.0))):
+            plan.attentions[index] = _replaced(plan.attentions[index], operands, shown, changes, tiles)
             changed += 1
     return changed
 
@@ -101,10 +104,10 @@ def _may_drop(node: Node, options: Options) -> bool:
 
 
 def _fits(node: Node) -> bool:
-    """Is the mask one of booleans for all heads, and are queries many?"""
+    """Is the mask one for all heads, and are queries many?"""
     mask, (batch, _, queries, _) = argument(node, 3, "attn_mask"), value_of(node).shape
     seen = value_of(mask)
-    if not isinstance(seen, Tensor) or seen.dtype != torch.bool or wrapped_kind(mask) or not 2 <= seen.dim() <= 4:
+    if not isinstance(seen, Tensor) or wrapped_kind(mask) or not 2 <= seen.dim() <= 4:
         return False
     if argument(node, 5, "is_causal", False) or seen.device != value_of(node).device:
         return False
@@ -115,19 +118,28 @@ def _fits(node: Node) -> bool:
     return bool(is_one_for_heads) and any(statically_known_true(of_batch == count) for count in (1, batch))
 
 
+def _shown(node: Node, changes: dict[Node, bool]) -> Node | Shown | None:
+    """The mask's booleans; None if it may be made of other numbers than they would be."""
+    mask = argument(node, 3, "attn_mask")
+    return mask if value_of(mask).dtype == torch.bool else shown_by(mask, changes)
+
+
 def _replaced(
-    attention: Attention, operands: list[Node], changes: dict[Node, bool], tiles: dict[tuple[Any, ...], list[Node]]
+    attention: Attention,
+    operands: list[Node],
+    shown: Node | Shown,
+    changes: dict[Node, bool],
+    tiles: dict[tuple[Any, ...], list[Node]],
 ) -> Attention:
     """The attention with the operator in the place of its call. tiles: those of masks that were met before, which may
     be broadcast for other queries."""
     node: Any = attention.node
-    mask = argument(node, 3, "attn_mask")
     lengths = (str(value_of(argument(node, place, name)).shape[2]) for place, name in enumerate(("query", "key")))
-    key = (node.graph, mask, *lengths)
+    key = (node.graph, shown.key if isinstance(shown, Shown) else shown, *lengths)
     known = tiles.get(key)
     if known is None:
-        known = _tiles_of(node, mask)
-        if not may_change(mask, changes):
+        known = _tiles_of(node, shown)
+        if isinstance(shown, Shown) or not may_change(shown, changes):
             tiles[key] = known
     undone = operands[1] is not argument(node, 1, "key")
     probability = float(argument(node, 4, "dropout_p", 0.0))
@@ -138,9 +150,10 @@ def _replaced(
     return replace(attention, node=call, kernel="tiles", **changed)
 
 
-def _tiles_of(node: Node, mask: Node) -> list[Node]:
+def _tiles_of(node: Node, shown: Node | Shown) -> list[Node]:
     """The results of ``te::mask_tiles`` for the mask of this call, in front of it."""
     write, sizes = Writer(node), []
+    mask = shown.written(write) if isinstance(shown, Shown) else shown
     for operand, name in enumerate(("query", "key")):
         tensor = argument(node, operand, name)
         size = value_of(tensor).shape[2]

@@ -143,6 +143,22 @@ def test_layers_share_what_is_made_of_a_mask() -> None:
     assert relative_error(result_of(gm), run(x, there)) < 1e-5
 
 
+def test_a_mask_that_is_added_is_known_by_what_it_is_made_of() -> None:
+    """Each layer looks at it in its own way."""
+
+    def run(x: Tensor, there: Tensor) -> Tensor:
+        hidden = there == 0
+        mask, (q, k, v) = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf), heads(x)
+        for _ in range(2):
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+        return q
+
+    x, there = packed(), padding()
+    count, gm, _ = passed(run, x, there)
+    assert count == 2 and len(calls_of(gm, MASKED_ATTENTION)) == 2 and len(calls_of(gm, MASK_TILES)) == 1
+    assert relative_error(result_of(gm), run(x, there)) < 1e-5
+
+
 def test_a_mask_that_is_broadcast_for_other_queries_is_another() -> None:
     """As an encoder's is, which its decoder looks through as well."""
 
@@ -225,7 +241,7 @@ def test_kernels_hide_before_they_scale(scale: float) -> None:
     assert stays(partial(attend, scale=scale), packed(), padding())
 
 
-def test_a_mask_that_is_added_stays() -> None:
+def test_a_mask_that_adds_small_numbers_stays() -> None:
     def added(there: Tensor) -> Tensor:
         return torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~causal(there), -1e4)
 
