@@ -30,10 +30,12 @@ _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", 
 
 @dataclass(frozen=True)
 class Factor:
-    """Scores times (or divided by) a number, or a tensor that is the same for all keys of a query."""
+    """Scores times (or divided by) a number, or a tensor that is the same for all keys of a query. ``dimensions``: how
+    many the scores have there."""
 
     by: Any
     divides: bool
+    dimensions: int
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,9 @@ def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
             continue
         number = number_in(by)
         if number is not None:
-            yield scores, Factor(number, divides)
+            yield scores, Factor(number, divides, value_of(scores).dim())
         elif is_tensor(by) and (value_of(by).dim() == 0 or statically_known_true(value_of(by).shape[-1] == 1)):
-            yield scores, Factor(by, divides)
+            yield scores, Factor(by, divides, value_of(scores).dim())
 
 
 def _addend(node: Node) -> Iterator[tuple[Node, Step | None]]:

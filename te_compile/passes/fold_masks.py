@@ -239,7 +239,11 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
         value = evaluated(mask, Constants(changes=changes))
     except NotConstantError:
         return proven_meaning(mask, changes=changes) is not None
-    return isinstance(value, Tensor) and bool((value.amax(-1) > HIDES_A_ROW).all())
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape[-1] == 0 or bool(
+        (value.amax(-1) > HIDES_A_ROW).all()
+    )  # where there are no keys nothing hides any
 
 
 def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> str | None:

@@ -86,6 +86,17 @@ def number_to_fill_with(fill: Fill, steps: list[Step], dtype: torch.dtype) -> fl
     return number
 
 
+def check_sinks_beside(steps: list[Step]) -> None:
+    """Raise if in a row that ``steps`` overwrite everywhere sinks may count no more than the number it then holds.
+
+    Such a row has weights of zero where a sink outweighs them all, as it does unless it is as low itself.
+    """
+    for step in steps:
+        if isinstance(step, Fill) and step.value > SWALLOWS:
+            why = f"its scores are overwritten with {step.value:g} beside sinks, which may be as low"
+            raise NotAttentionError(f"{why}; use torch.finfo(dtype).min or -inf for a fused kernel")
+
+
 def forgets_its_scores(steps: list[Step], softmax: Node, changes: dict[Node, bool]) -> float:
     """A row in which nothing that hides is above this forgets its scores, in the arithmetic of the model.
 

@@ -57,7 +57,7 @@ from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
 from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.hidden_rows import forgets_its_scores, hides, number_to_fill_with
+from te_compile.passes.hidden_rows import check_sinks_beside, forgets_its_scores, hides, number_to_fill_with
 from te_compile.passes.mask_numbers import HIDES_A_ROW, is_zero_or_hidden, may_hide, number_in
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
@@ -331,7 +331,7 @@ class _Rewriter:
     def _scaled(self, x: Node, factor: Factor) -> Node:
         by = factor.by
         if isinstance(by, Node) and value_of(by).dim():
-            by = self._beside_scores(by, value_of(self.found.scores.nodes[-1]).dim())
+            by = self._beside_scores(by, factor.dimensions)
         return self.write.call(operator.truediv if factor.divides else operator.mul, x, by)
 
     def _added(self, bias: Node | None, step: Addend) -> Node:
@@ -376,8 +376,11 @@ class _Rewriter:
             why = f"its scores are multiplied by {scale:g}, and fused kernels look for the largest before they scale"
             raise NotAttentionError(f"{why}; negate the queries instead for a fused kernel")
         sinks = self.found.scores.sinks
-        if bias is not None and hiding is not None and sinks is None and not hides_no_row(hiding, self.changes):
-            query, bias = self._guarded(query, bias, hiding)
+        if bias is not None and hiding is not None and not hides_no_row(hiding, self.changes):
+            if sinks is None:
+                query, bias = self._guarded(query, bias, hiding)
+            else:
+                check_sinks_beside(self.found.scores.steps)
         if bias is not None and value_of(bias).dtype != self.dtype:
             if sinks is not None:
                 why = f"a bias in {value_of(bias).dtype} would be rounded to {self.dtype}, beside sinks that are not"
@@ -397,6 +400,9 @@ class _Rewriter:
 
     def _beside_sinks(self, query: Node, key: Node, value: Node, bias: Node | None, scale: float, sinks: Sinks) -> Node:
         """The call of our operator, to which no autocast casts operands."""
+        if self.dtype == torch.float64:
+            why = "its weights beside sinks are float64, and fused kernels compute them in float32"
+            raise NotAttentionError(f"{why}; nothing to do: it stays right")
         cast = [
             each if value_of(each).dtype == self.dtype else self.write.method("to", each, self.dtype)
             for each in (query, key, value)
@@ -474,7 +480,7 @@ def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
     except NotAttentionError:
         write.take_back()
         raise
-    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         write.take_back()
         why = str(error).partition("\n")[0]
         raise NotAttentionError(f"PyTorch refuses it as a fused call ({why}); nothing to do: it stays right") from error

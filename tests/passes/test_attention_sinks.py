@@ -440,6 +440,35 @@ def test_anything_else_stays(run: Attention, reason: str) -> None:
     assert count == 0 and reason in why, why
 
 
+def filled(number: float, hides: bool) -> Attention:
+    """With queries that see no key, if ``hides``, or all of them some, in scores that are overwritten."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=q.device).tril(-1 if hides else 0)
+        scores = (q @ k.mT).masked_fill(~seen, number)
+        return torch.cat([scores, column(sinks, scores)], -1).softmax(-1)[..., :-1] @ v
+
+    return run
+
+
+@pytest.mark.parametrize("low", [-1e4, -2e4, 0.0])
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("hides", [False, True])
+def test_rows_of_what_overwrites_stand_beside_sinks_that_are_as_low(hides: bool, number: float, low: float) -> None:
+    q, k, v, sinks = operands()
+    inputs = [q, k, v, (sinks.detach() * 0 + low).requires_grad_()]
+    run = filled(number, hides)
+    count, gm, examples = recognised(run, *inputs)
+    assert count == (not hides or number < -1e30)
+    agree(gm, examples, run, inputs, 1e-5)
+
+
+def test_float64_stays() -> None:
+    count, gm, _ = recognised(shifted, *operands(dtype=torch.float64))
+    (why,) = (node.meta[STAYS] for node in gm.graph.nodes if STAYS in node.meta)
+    assert count == 0 and "float64" in why
+
+
 def test_two_columns_are_no_sinks() -> None:
     assert recognised(two_columns, *operands())[0] == 0
 

@@ -348,6 +348,29 @@ def test_a_constant_mask_that_hides_no_row_leaves_the_queries_alone() -> None:
     assert ops_text(gm.graph).count(".masked_fill(") == 1
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(6, 0), (0, 0), (0, 5)])
+def test_where_there_are_no_keys_a_constant_mask_hides_none(queries: int, keys: int) -> None:
+    """As of a memory that is empty."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return F.softmax((q @ k.mT).masked_fill(hidden, -1e9), dim=-1) @ v
+
+    q, k, v = (heads(length=length) for length in (queries, keys, keys))
+    _, gm, given = rewritten(run, q, k, v)
+    got = gm(*given)[0]
+    assert got.shape == q.shape and torch.equal(got, run(q, k, v))
+
+
+def test_a_factor_of_scores_of_three_dimensions_is_split_as_they_are() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        by = torch.arange(1.0, BATCH * HEADS + 1)[:, None, None]
+        scores = (q @ k.mT).view(BATCH * HEADS, LENGTH, LENGTH) * by
+        return F.softmax(scores.view(BATCH, HEADS, LENGTH, LENGTH), dim=-1) @ v
+
+    assert_recognised(run, *operands())
+
+
 def test_narrower_masks_are_widened_and_wider_ones_narrowed_only_where_they_are_masks() -> None:
     def by_mask(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         mask = torch.where(hidden, MINIMUM, torch.zeros(()))
