@@ -97,8 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser, iterations: int) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--only", default="", help="comma-separated variants; all that can run when empty")
     parser.add_argument("--iters", type=int, default=iterations, help="timed calls per row (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also print each step's GPU kernels, longest first")
-    parser.add_argument("--turns", action="store_true", help="variants take turns, and nothing is checked")
+    one_by_one_or_in_turns = parser.add_mutually_exclusive_group()
+    one_by_one_or_in_turns.add_argument(
+        "--profile", action="store_true", help="also print each step's GPU kernels, longest first"
+    )
+    one_by_one_or_in_turns.add_argument(
+        "--turns", action="store_true", help="variants take turns, and nothing is checked"
+    )
     add_out(parser)
 
 

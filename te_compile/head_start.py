@@ -29,7 +29,7 @@ from te_compile.kernels.replay import BoundCall, looking
 MOST_CALLS = 4  # of the graph's first, among which the product must be: what is made early is held for longer
 MOST_LOOKS = 8  # calls of the graph in which places may be bound
 MOST_MISSES = 4  # calls in which what was played early was of no use
-_PRODUCT = "gemm"
+_PRODUCTS = ("gemm", "gemms")
 _PLAIN = (Tensor, Parameter)
 
 Source = tuple[int, int]
@@ -108,7 +108,7 @@ class FirstSteps:
         if len(known) == len(found):
             self.before.append(_Step(call.place, [source for source, _ in known], [offset for _, offset in known]))
             self.made.append(_listed(call.results))
-            if call.name == _PRODUCT:
+            if call.name in _PRODUCTS:
                 self.steps = self.before
         if self.steps or self.seen == MOST_CALLS:
             self.given, self.made = (), []  # the graph frees them when it is done with them

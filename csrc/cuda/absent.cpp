@@ -29,6 +29,8 @@ te_status te_cuda_grouped_gemm(const te_grouped_gemm*) { return not_built(); }
 
 te_status te_cuda_grouped_wgrad(const te_grouped_wgrad*) { return not_built(); }
 
+te_status te_cuda_skinny_gemm(const te_skinny_gemm*) { return not_built(); }
+
 te_status te_cuda_update_scales(int, float* const*, const float* const*, const int64_t*, int64_t, int64_t,
                                 const te_scale_rule*, te_amax_algorithm, void*) {
   return not_built();

@@ -220,6 +220,37 @@ typedef struct te_grouped_wgrad {
 
 te_status te_cuda_grouped_wgrad(const te_grouped_wgrad* task);
 
+/* y[i] = a_scale_inv * b_scale_inv[i] * (a times the transpose of b[i]) + addend[i] + bias[i], rounded once, of up to four b in
+ * one launch. The order of sums depends on nothing but sizes.
+ *
+ * a [rows, depth], b [columns, depth]: TE_FLOAT8_E4M3, contiguous, aligned to 16 bytes; depth a multiple of 16. Up to 16 rows.
+ * Compute capability 8.9. */
+#define TE_SKINNY_PARTS 4
+#define TE_SKINNY_ROWS 16
+
+typedef struct te_skinny_part {
+  const void* b;
+  const float* b_scale_inv; /* device */
+  int64_t columns;
+  const void* bias; /* [columns] of TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16, or null */
+  te_dtype bias_dtype;
+  const void* addend; /* [rows, columns] of y's dtype, contiguous, or null; may be y itself */
+  void* y;            /* [rows, columns] */
+} te_skinny_part;
+
+typedef struct te_skinny_gemm {
+  int32_t device;
+  const void* a;
+  const float* a_scale_inv; /* device */
+  int64_t rows, depth;
+  int32_t count; /* of parts */
+  te_skinny_part parts[TE_SKINNY_PARTS];
+  te_dtype y_dtype; /* TE_FLOAT32, TE_FLOAT16 or TE_BFLOAT16 */
+  void* stream;
+} te_skinny_gemm;
+
+te_status te_cuda_skinny_gemm(const te_skinny_gemm* task);
+
 /* te_host_update_scales for device memory. The lists of pointers themselves are host memory: they travel as kernel
  * parameters, so nothing is copied and the call may be captured in a CUDA graph. */
 te_status te_cuda_update_scales(int device, float* const* states, const float* const* amaxes, const int64_t* rows,

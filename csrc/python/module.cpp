@@ -229,6 +229,41 @@ te_grouped_wgrad grouped_wgrad_of(int device, Address a, int a_dtype, Address b,
   return task;
 }
 
+/// Addresses are arguments of their own, for a replay puts its own there; those of products that there are not are 0.
+te_skinny_gemm skinny_gemm_of(int device, Address a, Address a_scale_inv, int64_t rows, int64_t depth, int y_dtype,
+                              const std::vector<int64_t>& columns, const std::vector<int>& bias_dtypes,
+                              Address b0, Address b1, Address b2, Address b3,
+                              Address scale0, Address scale1, Address scale2, Address scale3,
+                              Address bias0, Address bias1, Address bias2, Address bias3,
+                              Address addend0, Address addend1, Address addend2, Address addend3,
+                              Address y0, Address y1, Address y2, Address y3, Address stream) {
+  static_assert(TE_SKINNY_PARTS == 4);
+  if (columns.size() > TE_SKINNY_PARTS) throw py::value_error("more than four products");
+  if (columns.size() != bias_dtypes.size()) throw py::value_error("columns and bias_dtypes must have one entry per product");
+  const Address b[] = {b0, b1, b2, b3}, scale[] = {scale0, scale1, scale2, scale3};
+  const Address bias[] = {bias0, bias1, bias2, bias3}, addend[] = {addend0, addend1, addend2, addend3}, y[] = {y0, y1, y2, y3};
+  te_skinny_gemm task{};
+  task.device = device;
+  task.a = pointer<const void>(a);
+  task.a_scale_inv = pointer<const float>(a_scale_inv);
+  task.rows = rows;
+  task.depth = depth;
+  task.y_dtype = static_cast<te_dtype>(y_dtype);
+  task.count = static_cast<int32_t>(columns.size());
+  task.stream = pointer<void>(stream);
+  for (size_t i = 0; i < columns.size(); ++i) {
+    te_skinny_part& part = task.parts[i];
+    part.b = pointer<const void>(b[i]);
+    part.b_scale_inv = pointer<const float>(scale[i]);
+    part.columns = columns[i];
+    part.bias = pointer<const void>(bias[i]);
+    part.bias_dtype = static_cast<te_dtype>(bias_dtypes[i]);
+    part.addend = pointer<const void>(addend[i]);
+    part.y = pointer<void>(y[i]);
+  }
+  return task;
+}
+
 void cuda_update_scales(int device, const std::vector<Address>& states, const std::vector<Address>& amaxes,
                         const std::vector<int64_t>& rows, int64_t history_length, float fp8_max, int margin,
                         float epsilon, bool power_2, bool most_recent, Address stream) {
@@ -307,6 +342,7 @@ using Norm = Over<&te_cuda_norm_quantize, &norm_of>;
 using Attention = Over<&te_cuda_attention, &attention_of>;
 using GroupedGemm = Over<&te_cuda_grouped_gemm, &grouped_gemm_of>;
 using GroupedWgrad = Over<&te_cuda_grouped_wgrad, &grouped_wgrad_of>;
+using SkinnyGemm = Over<&te_cuda_skinny_gemm, &skinny_gemm_of>;
 using AttentionBackward = Over<&te_cuda_attention_backward, &attention_backward_of>;
 
 PyObject* native_error = nullptr;
@@ -393,6 +429,11 @@ PYBIND11_MODULE(_native, module) {
   module.def("cuda_grouped_wgrad", &GroupedWgrad::run, unlocked,
              "(device, a, a_dtype, b, b_dtype, rows, columns, tokens, experts, a_scale_inv, b_scale_inv, ends, y, y_dtype, "
              "workspace, stream)");
+  module.def("cuda_skinny_gemm", &SkinnyGemm::run, unlocked,
+             "(device, a, a_scale_inv, rows, depth, y_dtype, columns, bias_dtypes, four b, four b_scale_inv, four bias, four "
+             "addend, four y, stream)");
+  module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
+  module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
   module.def("cuda_update_scales", &cuda_update_scales, unlocked,
              "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =
@@ -403,7 +444,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
   module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
-  module.attr("INTERFACE") = 2;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
+  module.attr("INTERFACE") = 3;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.def("cublaslt_keep_choices", &cublaslt_keep_choices, unlocked, "(device, path or None)");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
   te_compile::python::add_replay(module);

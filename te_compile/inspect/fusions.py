@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
+from te_compile.ops.gemms import labels_in
 from te_compile.ops.grouped_gemm import PRODUCTS
 from te_compile.ops.pointwise import ROUNDINGS, Place, Spec
 from te_compile.passes.arguments import arguments_of, is_te, operator_of
@@ -53,6 +54,7 @@ class Use:
         found = (("x", forward), ("dy", backward))
         texts = [(which, producer_text(gemm, which)) for which, gemm in found if gemm is not None]
         texts += [(which, text) for product, which, text in _ADDED if _adds(self.gemms.get(product))]
+        texts += [("y", f"in one launch with {others} more")] if (others := _launched_with(forward)) else []
         texts += [("x", "quantised again in backward")] if self._quantises_again() else []
         texts += [("dw", "adds to .grad")] if _adds_to_gradient(self.gemms.get("wgrad")) else []
         return tuple(f"{which}: {text}" for which, text in texts if text)
@@ -72,6 +74,11 @@ class Use:
         return ", ".join(f"{what} {names}" for what, nodes in parts if (names := _implementations(nodes)))
 
 
+def _launched_with(gemm: Node | None) -> int:
+    """With how many other products ``gemm`` is made at once."""
+    return 0 if gemm is None else len(labels_in(label_of(gemm))) - 1
+
+
 def _adds(gemm: Node | None) -> bool:
     return gemm is not None and arguments_of(gemm).get("addend") is not None
 
@@ -85,8 +92,8 @@ def _implementations(nodes: Iterable[Node]) -> str:
 
 
 def is_product(node: Node) -> bool:
-    """Is ``node`` an FP8 product?"""
-    return any(is_te(node, name) for name in PRODUCTS)
+    """Is ``node`` an FP8 product, or several in one launch?"""
+    return any(is_te(node, name) for name in (*PRODUCTS, "gemms"))
 
 
 def producer_of(gemm: Node, operand: str = "a") -> Node | None:
@@ -103,8 +110,8 @@ def producer_text(gemm: Node, which: str) -> str:
     if producer is None:
         return ""
     readers = {user for item in producer.users for user in item.users if is_product(user)}
-    readers = {user for user in readers if label_of(user).endswith(" forward")}
-    shared = f"shared by {len(readers)}" if which == "x" and len(readers) > 1 else ""
+    labels = [label for user in readers for label in labels_in(label_of(user)) if label.endswith(" forward")]
+    shared = f"shared by {len(labels)}" if which == "x" and len(labels) > 1 else ""
     parts = [shared]
     if is_te(producer, "norm_quantize"):
         parts = [f"norm ({arguments_of(producer)['kind']})", shared]
@@ -140,8 +147,9 @@ def uses_in(joint: Graph) -> dict[str, list[Use]]:
     found: dict[str, dict[str, list[Node]]] = {}
     for node in joint.nodes:
         if node.op == "call_function" and is_product(node):
-            name, _, product = label_of(node).rpartition(" ")
-            found.setdefault(name, {}).setdefault(product, []).append(node)
+            for label in labels_in(label_of(node)):
+                name, _, product = label.rpartition(" ")
+                found.setdefault(name, {}).setdefault(product, []).append(node)
     return {name: _paired(name, gemms) for name, gemms in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from te_compile.ops import calibration, registry
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
 from te_compile.ops.dropout_bits import growth_of
+from te_compile.ops.gemm import gemm_reference
+from te_compile.ops.gemms import gemms_reference
 from te_compile.ops.masked_attention import masked_attention_backward_reference, masked_attention_reference
 from te_compile.ops.norm_quantize import norm_quantize_reference
 from te_compile.ops.registry import Target
@@ -30,6 +33,7 @@ from te_compile.recipe import ScaleRule
 
 CUDA = "cuda"
 PRIORITY = 20  # before Triton's
+_FOR_FEW_ROWS = 30  # before cuBLASLt's
 
 
 def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
@@ -258,3 +262,52 @@ def grouped_wgrad(
     from te_compile.kernels.native_grouped_gemm import grouped_wgrad as kernel
 
     return kernel(a, b, a_scale_inv, b_scale_inv, ends, out_dtype, accumulation)
+
+
+def _check_skinny_gemm(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import skinny_gemm
+
+    skinny_gemm.check(target, arguments)
+
+
+def _check_skinny_gemms(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import skinny_gemm
+
+    skinny_gemm.check_several(target, arguments)
+
+
+@registry.register("gemm", CUDA, priority=_FOR_FEW_ROWS, check=_check_skinny_gemm)
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulation: str,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """``te::gemm`` of few rows by kernels/skinny_gemm.py."""
+    if a.numel() == 0 or b.numel() == 0:
+        return gemm_reference(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation, addend)
+    from te_compile.kernels import skinny_gemm
+
+    return skinny_gemm.products(a, [b], a_scale_inv, [b_scale_inv], [bias], [addend], out_dtype)[0]
+
+
+@registry.register("gemms", CUDA, priority=PRIORITY, check=_check_skinny_gemms)
+def gemms(
+    a: Tensor,
+    b: Sequence[Tensor],
+    a_scale_inv: Tensor,
+    b_scale_inv: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    accumulation: str,
+) -> list[Tensor]:
+    """``te::gemms`` by kernels/skinny_gemm.py."""
+    if a.numel() == 0 or any(each.numel() == 0 for each in b):
+        return gemms_reference(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulation)
+    from te_compile.kernels import skinny_gemm
+
+    return skinny_gemm.products(a, b, a_scale_inv, b_scale_inv, bias, [None] * len(b), out_dtype)

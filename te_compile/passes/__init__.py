@@ -24,6 +24,7 @@ from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.join_gradients import join_gradients
+from te_compile.passes.join_products import join_products
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.memory import tag_memory
 from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
@@ -87,6 +88,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     recomputed_attentions,  # after tag_memory, which may say what is computed again
     choose_implementations,  # after all that change an operator: it judges them as they will run
     sum_columns_late,  # after it: only kernels sum in part
+    join_products,  # likewise: only the kernel for few rows gains by it
     set_names_aside,  # last: the others know products by their names
 )
 """On the joint graph of forward and backward."""
