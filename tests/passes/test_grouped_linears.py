@@ -17,7 +17,7 @@ from te_compile.passes import manager
 from te_compile.passes.plan import Cause
 from te_compile.passes.speed import gain_microseconds
 from tests.capturing import only_site, regions_and_plan
-from tests.compiling import compiled, relative_error, te_nodes, train_step
+from tests.compiling import compiled, relative_error, step_from, te_nodes, train_step
 from tests.emulation import emulated_experts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -82,18 +82,19 @@ def test_every_spelling_runs_in_fp8(form: str, around: str, recipe: str) -> None
         y = model(x, ends) if around == "in the open" else checkpoint(model, x, ends, use_reentrant=False)
         return y.narrow(0, 0, ROWS - 2)  # what lies behind the last end is undefined
 
+    dy = torch.randn(ROWS - 2, N).to(x.dtype)
     with manager.recording() as records:
-        y, got = train_step(model, compiled(run, strict=True, recipe=recipe), x, ends)
+        y, got = step_from(model, compiled(run, strict=True, recipe=recipe), dy, x, ends)
     (site,) = records[0].plan.sites
     assert (site.status, site.form, site.tokens, site.features) == ("fp8", "grouped_mm", ROWS, (K, N))
     assert [len(te_nodes(records[0], name)) for name in ("grouped_gemm", "grouped_wgrad")] == [2, 1]
     dx, x.grad = x.grad, None
     turned = FORMS[form][1]
     expected = emulated_experts(x, (model.weight.mT if turned else model.weight).to(x.dtype), ends)[: ROWS - 2]
-    expected_dx, expected_dw = torch.autograd.grad(expected.float().square().mean(), (x, model.weight))
-    # bf16 rounds y, dy and the results to 0.2% each, and moves some of dy to the next code. High precision is off by
-    # the rounding to FP8, 3.7% and more, so that neither limit lets it pass.
-    limit = 1e-3 if x.dtype == torch.float32 else 2e-2
+    expected_dx, expected_dw = torch.autograd.grad(expected, (x, model.weight), dy)
+    # bf16 rounds the results to 0.2% each. High precision is off by the rounding to FP8, 3.7% and more, so that neither
+    # limit lets it pass.
+    limit = 1e-3 if x.dtype == torch.float32 else 5e-3
     assert relative_error(y, expected) < limit and relative_error(dx, expected_dx) < limit
     assert relative_error(got["weight"], expected_dw) < limit
     assert not got["weight"][2].any(), "the third expert has no tokens"
