@@ -181,6 +181,9 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
         raise NotAttentionError("its weights beside sinks are dropped; set attention_dropout=0 for a fused kernel")
     if product.alpha != 1.0:
         raise NotAttentionError("its result is scaled; scale the values instead for a fused kernel")
+    wide, narrow = (value_of(each).dtype for each in (softmax.args[0], softmax))
+    if narrow.itemsize < wide.itemsize:  # what hides a key may be infinite there, and a hidden row no number
+        raise NotAttentionError(f"its softmax narrows {wide} to {narrow}; let it keep that for a fused kernel")
     beside = [step.tensor for step in scores.steps if isinstance(step, Addend)]
     beside += [step.where for step in scores.steps if isinstance(step, Fill)]
     beside += [step.by for step in scores.steps if isinstance(step, Factor) and isinstance(step.by, Node)]
