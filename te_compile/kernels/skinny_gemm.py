@@ -9,7 +9,7 @@ and with those in one launch that read one input:
     Qwen3-32B's shape        272, 148, 157, 145            268, 151, 195, 176
     GPT-2 XL's shape         40.7, 34.1, 24.9, 21.0        41.3, 36.0, 33.3, 26.9
 
-So with more than eight rows, for which the tensor cores read each weight twice, large weights are left to cuBLASLt.
+So with more than eight rows, for which Hopper widens each weight to halves twice, large ones are left to cuBLASLt.
 """
 
 from __future__ import annotations

@@ -241,9 +241,8 @@ def hides_no_row(mask: Node, changes: dict[Node, bool]) -> bool:
         return proven_meaning(mask, changes=changes) is not None
     if not isinstance(value, Tensor):
         return False
-    return value.shape[-1] == 0 or bool(
-        (value.amax(-1) > HIDES_A_ROW).all()
-    )  # where there are no keys nothing hides any
+    # Where there are no keys nothing hides any.
+    return value.shape[-1] == 0 or bool((value.amax(-1) > HIDES_A_ROW).all())
 
 
 def _meaning_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Constants) -> str | None:

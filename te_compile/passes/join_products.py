@@ -26,7 +26,7 @@ from te_compile.passes.new_nodes import call_like, same_phase
 from te_compile.passes.set_names_aside import label_of
 
 KERNELS = {CUDA}
-"""The implementations of a product that one of several products goes with."""
+"""The implementations of te::gemm that make several products at once as those of te::gemms of the same name."""
 
 _ALIKE = ("a", "a_scale_inv", "out_dtype", "accumulation", "implementation")
 """What products must have in common."""

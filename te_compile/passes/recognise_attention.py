@@ -182,7 +182,8 @@ def _found(softmax: Node, changes: dict[Node, bool]) -> _Found | None:
     if product.alpha != 1.0:
         raise NotAttentionError("its result is scaled; scale the values instead for a fused kernel")
     wide, narrow = (value_of(each).dtype for each in (softmax.args[0], softmax))
-    if narrow.itemsize < wide.itemsize:  # what hides a key may be infinite there, and a hidden row no number
+    # What hides a key may be infinite in a dtype that reaches less far, and a hidden row no number.
+    if wide.is_floating_point and torch.finfo(narrow).max < torch.finfo(wide).max:
         raise NotAttentionError(f"its softmax narrows {wide} to {narrow}; let it keep that for a fused kernel")
     beside = [step.tensor for step in scores.steps if isinstance(step, Addend)]
     beside += [step.where for step in scores.steps if isinstance(step, Fill)]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from te_compile.kernels import native, skinny_gemm
+from te_compile.ops.gemms import AT_ONCE
+
 CSRC = Path(__file__).parents[2] / "csrc"
 PROGRAM = """
 #include <stdio.h>
@@ -56,3 +59,9 @@ def test_the_interface_needs_no_framework_headers() -> None:
     header = (CSRC / "include" / "te_compile.h").read_text()
     assert "pybind11" not in header
     assert "cuda_runtime" not in header
+
+
+@pytest.mark.skipif(bool(native.missing()), reason=native.missing())
+def test_python_knows_how_many_products_and_rows_one_launch_takes() -> None:
+    core = native.module()
+    assert (core.SKINNY_PARTS, core.SKINNY_ROWS) == (AT_ONCE, skinny_gemm.MOST_ROWS)

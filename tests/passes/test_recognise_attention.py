@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_compile.passes.recognise_attention import STAYS
 from te_compile.passes.text import ops_text
+from tests.compiling import compiled
 from tests.spelled_out import (
     BATCH,
     HEADS,
@@ -501,8 +502,14 @@ def _narrowed_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT + mask, dim=-1, dtype=torch.float32).double() @ v
 
 
+def _to_a_shorter_range_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    return F.softmax(q @ k.mT, dim=-1, dtype=torch.float16).bfloat16() @ v
+
+
 @pytest.mark.parametrize(("reason", "run"), [
     ("narrows torch.float64 to torch.float32", _narrowed_by_its_softmax),
+    ("narrows torch.bfloat16 to torch.float16", _to_a_shorter_range_by_its_softmax),
     ("tanh", _softcapped),
     ("weights are read elsewhere", _weights_returned),
     ("scores are read elsewhere", _scores_returned),
@@ -520,6 +527,15 @@ def _narrowed_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
     assert_stays(reason, run, *operands())
+
+
+def test_scores_of_integers_compute_what_they_did() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT, dim=-1, dtype=torch.float32) @ v
+
+    q, k = (torch.randint(-2, 3, (BATCH, HEADS, LENGTH, 16)) for _ in range(2))
+    v = torch.randn(BATCH, HEADS, LENGTH, 16)
+    torch.testing.assert_close(compiled(run)(q, k, v), run(q, k, v))
 
 
 def test_what_another_product_gives_is_a_bias() -> None:
