@@ -3,11 +3,14 @@
 // Such a product takes what reading its weights takes, and cuBLASLt's tiles leave a third of that time unused: a decoding
 // step's are short, so what a launch costs before its first bytes come and after its last ones shows.
 //
-// A block computes 16 or 32 columns of one product. Its warps divide the depth between them in steps of 128, add their
-// sums up in shared memory, in an order that is always the same, and each thread then finishes at most one element. The
-// weights come from memory straight into the registers of mma.m16n8k32, as its left operand, the rows of x being its right
-// one. Of half a step lane l holds 16 bytes of row l / 4 of either, from 16 (l % 4): the tensor core takes them for other
-// elements of the depth than they are, but for the same ones on both sides, and sums do not ask.
+// A block computes 16 columns of one product. Its warps divide the depth between them in steps of 128, add their sums up in
+// shared memory, in an order that is always the same, and each thread then finishes at most one element. The weights come
+// from memory straight into the registers of mma.m16n8k16, as its left operand, the rows of x being its right one. Of half a
+// step lane l holds 16 bytes of row l / 4 of either, from 16 (l % 4): the tensor core takes them for other elements of the
+// depth than they are, but for the same ones on both sides, and sums do not ask.
+//
+// Codes are multiplied as halves, which hold each of them. Hopper's mma of FP8 operands does that too, but widens the weights
+// for every eight rows anew.
 //
 // All of a block's loads are its first instructions, so blocks are many and have few registers: what is on its way from
 // memory is what hides its latency.
@@ -26,7 +29,7 @@ constexpr int kWarp = 32;
 constexpr int kColumns = 16;  // of an mma
 constexpr int kRows = 8;      // likewise
 constexpr int kStep = 128;    // of the depth, that a warp takes at a time: a cache line of each column
-constexpr int kHalf = 64;     // of the depth, in two mmas
+constexpr int kHalf = 64;     // of the depth, that a warp's lanes hold in a vector each
 constexpr int kVector = 16;   // bytes of a load
 static_assert(TE_SKINNY_ROWS == 2 * kRows, "the kernels below are for 8 and for 16 rows");
 
@@ -47,14 +50,14 @@ struct Task {
   int count, rows, depth;
 };
 
-/// How the kernel is cut: tiles of rows and of columns that a block computes, its warps, steps that a warp has under way, and
-/// how many blocks a multiprocessor shall have registers for, 0 to leave that open.
-template <int Rows, int Columns, int Warps, int Steps, int Blocks>
+/// How the kernel is cut: tiles of rows that a block computes, its warps, steps that a warp has under way, and how many blocks
+/// a multiprocessor shall have registers for.
+template <int Rows, int Warps, int Steps, int Blocks>
 struct Cut {
-  static constexpr int rows = Rows, columns = Columns, warps = Warps, steps = Steps, blocks = Blocks;
+  static constexpr int rows = Rows, warps = Warps, steps = Steps, blocks = Blocks;
   static constexpr int threads = Warps * kWarp;
-  static constexpr int wide = Columns * kColumns, high = Rows * kRows;
-  static_assert(wide * high <= threads, "a thread finishes one element at most");
+  static constexpr int high = Rows * kRows;
+  static_assert(high * kColumns <= threads, "a thread finishes one element at most");
 };
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -87,15 +90,46 @@ __device__ __forceinline__ uint4 load_once(const uint8_t* x, bool inside) {
   return v;
 }
 
-/// sums [16 columns, 8 rows] += left [16, 32] right [32, 8].
-__device__ __forceinline__ void multiply(float (&sums)[4], uint32_t l0, uint32_t l1, uint32_t l2, uint32_t l3, uint32_t r0,
-                                         uint32_t r1) {
+/// Four codes as two pairs of halves, which is exact.
+__device__ __forceinline__ void widen(uint32_t codes, uint32_t (&pairs)[2]) {
 #if __CUDA_ARCH__ >= 890
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(l0), "r"(l1), "r"(l2), "r"(l3), "r"(r0), "r"(r1));
+  asm("{\n"
+      ".reg .b16 lower, upper;\n"
+      "mov.b32 {lower, upper}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lower;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, upper;\n"
+      "}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(codes));
 #endif
+}
+
+/// sums [16 columns, 8 rows] += left [16, 16] right [16, 8]: of columns `line` and `line + 8`, of row `line`.
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&upper)[2], const uint32_t (&lower)[2],
+                                         const uint32_t (&right)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(upper[0]), "r"(lower[0]), "r"(upper[1]), "r"(lower[1]), "r"(right[0]), "r"(right[1]));
+#endif
+}
+
+/// The same of 16 codes of each column and row, for all tiles of rows.
+template <int Rows>
+__device__ __forceinline__ void multiply(float (&sums)[Rows][4], const uint4 (&left)[2], const uint4 (&right)[Rows]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    uint32_t upper[2], lower[2];
+    widen((&left[0].x)[w], upper);
+    widen((&left[1].x)[w], lower);
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      uint32_t rows[2];
+      widen((&right[r].x)[w], rows);
+      multiply(sums[r], upper, lower, rows);
+    }
+  }
 }
 
 __device__ __forceinline__ int part_of(const Task& task, int block) {
@@ -110,12 +144,12 @@ __device__ __forceinline__ int part_of(const Task& task, int block) {
 template <typename C, typename T>
 __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(const __grid_constant__ Task task) {
   const Part part = task.parts[part_of(task, static_cast<int>(blockIdx.x))];
-  const int first = (static_cast<int>(blockIdx.x) - part.first_block) * C::wide;
+  const int first = (static_cast<int>(blockIdx.x) - part.first_block) * kColumns;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int line = lane / 4, vector = lane % 4 * kVector;
 
   // The element that this thread finishes, and what it needs for that besides the sum, on its way meanwhile.
-  const int row = threadIdx.x / C::wide, column = first + static_cast<int>(threadIdx.x) % C::wide;
+  const int row = threadIdx.x / kColumns, column = first + static_cast<int>(threadIdx.x) % kColumns;
   const bool finishes = row < min(task.rows, C::high) && column < part.columns;
   const int64_t at = static_cast<int64_t>(row) * part.columns + column;
   float scale = 0.0f, added = 0.0f;
@@ -126,14 +160,10 @@ __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(cons
   }
 
   // Lines beyond the last are the last one's, and what comes of them is nobody's element.
-  const uint8_t* b[C::columns][2];
+  const uint8_t* b[2];
 #pragma unroll
-  for (int c = 0; c < C::columns; ++c) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int of = min(first + c * kColumns + h * 8 + line, part.columns - 1);
-      b[c][h] = part.b + static_cast<int64_t>(of) * task.depth;
-    }
+  for (int h = 0; h < 2; ++h) {
+    b[h] = part.b + static_cast<int64_t>(min(first + h * 8 + line, part.columns - 1)) * task.depth;
   }
   const uint8_t* a[C::rows];
 #pragma unroll
@@ -141,19 +171,16 @@ __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(cons
     a[r] = task.a + static_cast<int64_t>(min(r * kRows + line, task.rows - 1)) * task.depth;
   }
 
-  float sums[C::rows][C::columns][4] = {};
+  float sums[C::rows][4] = {};
   for (int start = warp * kStep; start < task.depth; start += C::warps * C::steps * kStep) {
-    uint4 left[C::steps][2][C::columns][2];
+    uint4 left[C::steps][2][2];
 #pragma unroll
     for (int s = 0; s < C::steps; ++s) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int k = start + s * C::warps * kStep + h * kHalf + vector;
-#pragma unroll
-        for (int c = 0; c < C::columns; ++c) {
-          left[s][h][c][0] = load_once(b[c][0] + k, k < task.depth);
-          left[s][h][c][1] = load_once(b[c][1] + k, k < task.depth);
-        }
+        left[s][h][0] = load_once(b[0] + k, k < task.depth);
+        left[s][h][1] = load_once(b[1] + k, k < task.depth);
       }
     }
 #pragma unroll
@@ -161,39 +188,33 @@ __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(cons
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int k = start + s * C::warps * kStep + h * kHalf + vector;
+        uint4 right[C::rows];
 #pragma unroll
         for (int r = 0; r < C::rows; ++r) {
-          uint4 right = make_uint4(0, 0, 0, 0);
-          if (k < task.depth) right = __ldg(reinterpret_cast<const uint4*>(a[r] + k));
-#pragma unroll
-          for (int c = 0; c < C::columns; ++c) {
-            const uint4 upper = left[s][h][c][0], lower = left[s][h][c][1];
-            multiply(sums[r][c], upper.x, lower.x, upper.y, lower.y, right.x, right.y);
-            multiply(sums[r][c], upper.z, lower.z, upper.w, lower.w, right.z, right.w);
-          }
+          right[r] = make_uint4(0, 0, 0, 0);
+          if (k < task.depth) right[r] = *reinterpret_cast<const uint4*>(a[r] + k);
         }
+        multiply<C::rows>(sums, left[s][h], right);
       }
     }
   }
 
-  __shared__ float of_warp[C::warps][C::high][C::wide + 1];
+  __shared__ float of_warp[C::warps][C::high][kColumns + 1];
 #pragma unroll
   for (int r = 0; r < C::rows; ++r) {
 #pragma unroll
-    for (int c = 0; c < C::columns; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of_warp[warp][r * kRows + lane % 4 * 2 + i % 2][c * kColumns + i / 2 * 8 + line] = sums[r][c][i];
-      }
-    }
+    for (int i = 0; i < 4; ++i) of_warp[warp][r * kRows + lane % 4 * 2 + i % 2][i / 2 * 8 + line] = sums[r][i];
   }
   __syncthreads();
   if (!finishes) return;
   float sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < C::warps; ++w) sum += of_warp[w][row][threadIdx.x % C::wide];
+  for (int w = 0; w < C::warps; ++w) sum += of_warp[w][row][threadIdx.x % kColumns];
   static_cast<T*>(part.y)[at] = rounded<T>(sum * scale + added);
 }
+
+/// How many blocks `columns` take.
+int64_t tiles(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
 template <typename C, typename T>
 void launch(const te_skinny_gemm& given) {
@@ -214,21 +235,38 @@ void launch(const te_skinny_gemm& given) {
                      static_cast<int>(part.columns),
                      static_cast<int>(blocks),
                      part.bias_dtype};
-    blocks += (part.columns + C::wide - 1) / C::wide;
+    blocks += tiles(part.columns);
   }
   skinny_gemm_kernel<C, T>
       <<<static_cast<unsigned>(blocks), C::threads, 0, static_cast<cudaStream_t>(given.stream)>>>(task);
   check_cuda(cudaGetLastError(), "te_cuda_skinny_gemm: launch");
 }
 
-/// The cut that was the fastest on an H200 for the weights of decoders, of hidden size 1600 and 4096.
+/// How much of what `at_once` blocks can do at a time `blocks` of them use, on average over their waves.
+double filled(int64_t blocks, int64_t at_once) {
+  const int64_t waves = (blocks + at_once - 1) / at_once;
+  return static_cast<double>(blocks) / static_cast<double>(waves * at_once);
+}
+
+/// The faster cut of two on an H200, for the weights of decoders of hidden size 1600 to 8192: three blocks of 8 warps on each
+/// multiprocessor, but two of 16 warps where these leave much less of the last wave empty.
+template <int Rows, typename T>
+void dispatch(const te_skinny_gemm& given) {
+  using Small = Cut<Rows, 8, 2, 3>;
+  using Large = Cut<Rows, 16, 1, 2>;
+  int64_t blocks = 0;
+  for (int i = 0; i < given.count; ++i) blocks += tiles(given.parts[i].columns);
+  const int64_t processors = multiprocessors(given.device);
+  if (filled(blocks, Large::blocks * processors) > 1.2 * filled(blocks, Small::blocks * processors)) {
+    return launch<Large, T>(given);
+  }
+  launch<Small, T>(given);
+}
+
 template <typename T>
 void dispatch(const te_skinny_gemm& given) {
-  if (given.rows <= kRows) return launch<Cut<1, 1, 16, 1, 2>, T>(given);
-  int64_t tiles = 0;
-  for (int i = 0; i < given.count; ++i) tiles += (given.parts[i].columns + kColumns - 1) / kColumns;
-  if (tiles > 2 * multiprocessors(given.device)) return launch<Cut<2, 1, 8, 2, 4>, T>(given);
-  launch<Cut<2, 2, 16, 1, 0>, T>(given);
+  if (given.rows <= kRows) return dispatch<1, T>(given);
+  dispatch<2, T>(given);
 }
 
 bool is_aligned(const void* x, uintptr_t bytes) { return x != nullptr && reinterpret_cast<uintptr_t>(x) % bytes == 0; }

@@ -121,7 +121,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
         agree(got.nan_to_num(), wanted.nan_to_num())
 
 
-def test_every_run_gives_the_same_bits_and_together_gives_what_apart_does() -> None:
+def test_every_run_gives_the_same_bits() -> None:
     for rows in (4, 16):
         a, b, scale = codes(rows, 4096), [codes(4096, 4096), codes(1024, 4096)], number()
         given = scale, [scale, scale], [None, None], [None, None], torch.float32
@@ -129,10 +129,6 @@ def test_every_run_gives_the_same_bits_and_together_gives_what_apart_does() -> N
         for _ in range(10):
             again = skinny_gemm.products(a, b, *given)
             assert all(map(torch.equal, first, again))
-        if rows <= 8:  # of more, weights of few columns are cut in another way
-            for y, weight in zip(first, b, strict=True):
-                alone = skinny_gemm.products(a, [weight], scale, [scale], [None], [None], torch.float32)
-                assert torch.equal(alone[0], y)
 
 
 def test_operands_that_lie_badly_are_copied() -> None:

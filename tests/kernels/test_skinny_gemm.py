@@ -44,17 +44,6 @@ def test_few_rows_are_its_own_with_any_bias_and_addend(rows: int) -> None:
     assert registry.choose("gemm", Target("cuda", (8, 9)), arguments(rows))[0] == "cuda"
 
 
-def test_large_weights_are_its_own_with_fewer_rows_alone() -> None:
-    wide, length = skinny_gemm.MOST_ELEMENTS // 4096, 4096
-    for rows, features, fits in ((8, wide + 16, True), (9, wide, True), (9, wide + 16, False)):
-        given = arguments(rows, length, b=fake(features, length))
-        if fits:
-            assert registry.choose("gemm", HOPPER, given)[0] == "cuda"
-        else:
-            with pytest.raises(Unsupported, match="large weights"):
-                skinny_gemm.check(HOPPER, given)
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
