@@ -75,6 +75,7 @@ CASES = (
     Case("masked_attention", "tests/gpu/test_masked_attention.py", "definition or dropout_too"),
     Case("skinny_gemm", "tests/gpu/test_skinny_gemm.py", "integers or rounding or badly or refused"),
     Case("native_kernels", "tests/gpu/test_native_kernels.py"),
+    Case("norm_few_rows", "tests/gpu/test_norm_few_rows.py", "wider or apart or bad_value or rule"),
     # Under racecheck the twenty repetitions of a large norm would take longer than all the others together.
     Case("native_norm", "tests/gpu/test_native_norm.py", "not repeat_bit_by_bit"),
     # The kernels are cuBLASLt's, so there are no races of ours to find; and with racecheck beside them, though they are

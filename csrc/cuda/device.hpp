@@ -21,6 +21,14 @@ inline int multiprocessors(int device) {
   return count;
 }
 
+/// Ten times its major version and its minor one: 89 is 8.9.
+inline int compute_capability(int device) {
+  int major = 0, minor = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+  return 10 * major + minor;
+}
+
 /// Makes `device` current for a scope.
 class DeviceGuard {
  public:

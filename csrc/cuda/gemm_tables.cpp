@@ -22,11 +22,7 @@ lt::Context* context_of(int device) {
   const std::lock_guard<std::mutex> lock(tables().mutex);
   lt::Context*& context = tables().contexts[device];
   if (context == nullptr) {
-    int major = 0;
-    int minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-    supported_if(major * 10 + minor >= 89, "FP8 products need compute capability 8.9 or later");
+    supported_if(compute_capability(device) >= 89, "FP8 products need compute capability 8.9 or later");
     const RelaxedCapture relaxed;
     check_cublas(cublaslt().create(&context), "cublasLtCreate");
   }

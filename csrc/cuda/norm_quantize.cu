@@ -1,10 +1,11 @@
-// te_cuda_norm_quantize: checks a request, divides its rows over clusters and launches the kernel.
+// te_cuda_norm_quantize: checks a request, divides its rows over clusters and launches the kernel for as many.
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
 
 #include "device.hpp"
+#include "norm_few_rows.cuh"
 #include "norm_quantize_kernel.cuh"
 
 namespace te_compile {
@@ -16,6 +17,14 @@ void divide(Task& task) {
   const int even = (task.columns + task.blocks_of_cluster - 1) / task.blocks_of_cluster;
   task.columns_of_block = (even + kStep - 1) / kStep * kStep;
   task.blocks_of_cluster = (task.columns + task.columns_of_block - 1) / task.columns_of_block;
+}
+
+cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = blocks;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
 }
 
 /// How many clusters of this launch the current device runs at once. Asked once for each kernel and shape of cluster.
@@ -69,10 +78,7 @@ void launch(const Task& task, int device, cudaStream_t stream) {
   const auto kernel = norm_quantize_kernel<T, Centre, RoundFirst>;
   const size_t bytes = static_cast<size_t>(kStages) * kRows * task.columns_of_block * sizeof(T);
   allow(kernel, bytes, task.blocks_of_cluster, device);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(task.blocks_of_cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute cluster = cluster_of(static_cast<unsigned>(task.blocks_of_cluster));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(cluster.val.clusterDim.x);  // one cluster, to ask about
   config.blockDim = dim3(kThreads);
@@ -86,12 +92,45 @@ void launch(const Task& task, int device, cudaStream_t stream) {
   check_cuda(cudaLaunchKernelEx(&config, kernel, task), "te_cuda_norm_quantize: launch");
 }
 
+bool has_few_rows(const te_norm& norm) { return norm.rows <= TE_NORM_FEW_ROWS && norm.qt == nullptr; }
+
+template <typename T, bool Centre, bool RoundFirst, int Rows, int Vectors>
+void launch_few_rows(const Task& task, const te_norm& norm, unsigned blocks) {
+  const auto kernel = norm_few_rows_kernel<T, Centre, RoundFirst, Rows, Vectors>;
+  cudaLaunchAttribute attributes[2] = {cluster_of(blocks), begins_early()};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kFewThreads);
+  config.stream = static_cast<cudaStream_t>(norm.stream);
+  config.attrs = attributes;
+  config.numAttrs = awaits_before(kernel, norm.device) ? 2 : 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, task), "te_cuda_norm_quantize: launch");
+}
+
+template <typename T, bool Centre, bool RoundFirst, int Rows>
+void dispatch_vectors(const Task& task, const te_norm& norm, unsigned blocks) {
+  constexpr int kOneVector = kFewThreads * kVector;
+  static_assert(4 * kOneVector >= kColumns * kLargestCluster, "a thread has four vectors of the longest row");
+  if (task.columns <= kOneVector) return launch_few_rows<T, Centre, RoundFirst, Rows, 1>(task, norm, blocks);
+  if (task.columns <= 2 * kOneVector) return launch_few_rows<T, Centre, RoundFirst, Rows, 2>(task, norm, blocks);
+  return launch_few_rows<T, Centre, RoundFirst, Rows, 4>(task, norm, blocks);
+}
+
+template <typename T, bool Centre, bool RoundFirst>
+void dispatch_rows(const Task& task, const te_norm& norm) {
+  if (!has_few_rows(norm)) {
+    return launch<T, Centre, RoundFirst>(task, norm.device, static_cast<cudaStream_t>(norm.stream));
+  }
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(task.rows, kPortableCluster));
+  if (task.rows <= blocks) return dispatch_vectors<T, Centre, RoundFirst, 1>(task, norm, blocks);
+  return dispatch_vectors<T, Centre, RoundFirst, 2>(task, norm, blocks);
+}
+
 template <typename T>
 void dispatch(const Task& task, const te_norm& norm) {
-  const auto stream = static_cast<cudaStream_t>(norm.stream);
-  if (norm.centre) return launch<T, true, false>(task, norm.device, stream);
-  if (norm.round_first) return launch<T, false, true>(task, norm.device, stream);
-  return launch<T, false, false>(task, norm.device, stream);
+  if (norm.centre) return dispatch_rows<T, true, false>(task, norm);
+  if (norm.round_first) return dispatch_rows<T, false, true>(task, norm);
+  return dispatch_rows<T, false, false>(task, norm);
 }
 
 void check(const te_norm& norm) {
@@ -111,10 +150,8 @@ void check(const te_norm& norm) {
   if (norm.columns > int64_t{kColumns} * kLargestCluster) {
     throw Failure(TE_UNSUPPORTED, "te_cuda_norm_quantize: more than 16384 columns");
   }
-  int major = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, norm.device),
-             "te_cuda_norm_quantize: compute capability");
-  if (major < 9) throw Failure(TE_UNSUPPORTED, "te_cuda_norm_quantize: clusters need compute capability 9.0");
+  supported_if(compute_capability(norm.device) >= 90,
+               "te_cuda_norm_quantize: clusters need compute capability 9.0");
 }
 
 }  // namespace
@@ -156,7 +193,7 @@ extern "C" te_status te_cuda_norm_quantize(const te_norm* norm) {
         default: throw Failure(TE_UNSUPPORTED, "te_cuda_norm_quantize: x must be TE_FLOAT16 or TE_BFLOAT16");
       }
     };
-    if (task.measured) {
+    if (task.measured && !has_few_rows(*norm)) {
       Task measuring = task;
       measuring.measuring = true;
       measuring.measured = false;

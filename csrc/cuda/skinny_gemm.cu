@@ -13,7 +13,7 @@
 // for every eight rows anew.
 //
 // All of a block's loads are its first instructions, so blocks are many and have few registers: what is on its way from
-// memory is what hides its latency.
+// memory is what hides its latency. And they take their places while the kernel before still runs, if it lets them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "device.hpp"
+#include "programmatic.cuh"
 
 namespace te_compile {
 namespace {
@@ -143,6 +144,8 @@ __device__ __forceinline__ int part_of(const Task& task, int block) {
 
 template <typename C, typename T>
 __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(const __grid_constant__ Task task) {
+  await_before();
+  let_next_begin();
   const Part part = task.parts[part_of(task, static_cast<int>(blockIdx.x))];
   const int first = (static_cast<int>(blockIdx.x) - part.first_block) * kColumns;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -237,9 +240,15 @@ void launch(const te_skinny_gemm& given) {
                      part.bias_dtype};
     blocks += tiles(part.columns);
   }
-  skinny_gemm_kernel<C, T>
-      <<<static_cast<unsigned>(blocks), C::threads, 0, static_cast<cudaStream_t>(given.stream)>>>(task);
-  check_cuda(cudaGetLastError(), "te_cuda_skinny_gemm: launch");
+  const auto kernel = skinny_gemm_kernel<C, T>;
+  cudaLaunchAttribute early = begins_early();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(C::threads);
+  config.stream = static_cast<cudaStream_t>(given.stream);
+  config.attrs = &early;
+  config.numAttrs = awaits_before(kernel, given.device) ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, task), "te_cuda_skinny_gemm: launch");
 }
 
 /// How much of what `at_once` blocks can do at a time `blocks` of them use, on average over their waves.
@@ -292,12 +301,7 @@ void check(const te_skinny_gemm& given) {
   }
   supported_if(given.rows <= TE_SKINNY_ROWS, "te_cuda_skinny_gemm: more than 16 rows");
   supported_if(columns <= INT32_MAX / 2 && given.depth <= INT32_MAX / 2, "te_cuda_skinny_gemm: more than is counted");
-  int major = 0, minor = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, given.device),
-             "te_cuda_skinny_gemm: compute capability");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, given.device),
-             "te_cuda_skinny_gemm: compute capability");
-  supported_if(major * 10 + minor >= 89, "te_cuda_skinny_gemm: FP8 tensor cores need compute capability 8.9");
+  supported_if(compute_capability(given.device) >= 89, "te_cuda_skinny_gemm: FP8 tensor cores need compute capability 8.9");
 }
 
 }  // namespace

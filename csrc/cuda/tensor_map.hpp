@@ -49,10 +49,7 @@ void allow_shared_memory(Kernel kernel, int bytes, int device, const char* who) 
 }
 
 inline void require_hopper(int device, const char* who) {
-  int major = 0, minor = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
-  if (major != 9 || minor != 0) {
+  if (compute_capability(device) != 90) {
     throw Failure(TE_UNSUPPORTED, std::string(who) + ": needs a GPU of compute capability 9.0");
   }
 }

@@ -93,6 +93,8 @@ te_status te_cuda_quantize(int device, const void* x, te_dtype x_dtype, int64_t 
                            const float* scale, int measure, const te_scale_rule* rule, te_dtype dtype, uint8_t* q,
                            uint8_t* qt, float* amax, float* scale_inv, void* stream);
 
+#define TE_NORM_FEW_ROWS 16 /* up to which a norm without qt has a kernel of its own */
+
 /* y = norm(x), in fp32 but rounded to x's dtype, and the FP8 (TE_FLOAT8_E4M3) codes of y, reading x once.
  *
  *   centre 1  (x - mean) * rstd * weight + bias         mean, rstd = 1 / sqrt(variance + eps) of each row
@@ -101,7 +103,8 @@ te_status te_cuda_quantize(int device, const void* x, te_dtype x_dtype, int64_t 
  *
  * x: [rows, columns], TE_FLOAT16 or TE_BFLOAT16, aligned to 16 bytes; columns, and the stride from row to row, multiples
  * of 8; at most 16384 columns; compute capability 9.0 or newer with 210 KB of shared memory a block, which desktop
- * Blackwell has not. q, qt, scale, rule and measure are te_cuda_quantize's. */
+ * Blackwell has not. q, qt, scale, rule and measure are te_cuda_quantize's; few rows without qt take one kernel even where
+ * they must be measured. */
 typedef struct te_norm {
   int32_t device;
   const void* x;
@@ -120,7 +123,8 @@ typedef struct te_norm {
   void* y;          /* [rows, columns] of x's dtype, or null */
   uint8_t* q;       /* or null */
   uint8_t* qt;      /* aligned to 16 bytes, or null */
-  float* amax;      /* one float that holds 0, raised: clearing hundreds at a time costs as much as clearing one */
+  float* amax;      /* one float: of few rows without qt written, else one that holds 0, raised: clearing hundreds at a time
+                       costs as much as clearing one */
   float* scale_inv; /* one float, written */
   float* mean;      /* [rows], written if centre */
   float* rstd;      /* [rows], written */

@@ -434,6 +434,7 @@ PYBIND11_MODULE(_native, module) {
              "addend, four y, stream)");
   module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
   module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
+  module.attr("NORM_FEW_ROWS") = TE_NORM_FEW_ROWS;
   module.def("cuda_update_scales", &cuda_update_scales, unlocked,
              "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =
@@ -444,7 +445,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
   module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
-  module.attr("INTERFACE") = 3;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
+  module.attr("INTERFACE") = 4;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.def("cublaslt_keep_choices", &cublaslt_keep_choices, unlocked, "(device, path or None)");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
   te_compile::python::add_replay(module);

@@ -18,6 +18,7 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.quantize import (
     INFINITY_BITS,
     fp8_codes,
@@ -52,8 +53,9 @@ def scale_of_all(
 def _quantize_alone_kernel(
     x, scale, q, amax, scale_inv, rows, columns, stride_m, stride_k,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr,
-    E5M2: tl.constexpr, ROWWISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    E5M2: tl.constexpr, ROWWISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(NEXT)
     m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (m < rows)[:, None] & (k < columns)[None, :]
     value = tl.load(x + m[:, None] * stride_m + k[None, :] * stride_k, mask=inside, other=0.0).to(tl.float32)
@@ -74,6 +76,6 @@ def quantize_alone(
         launch(
             _quantize_alone_kernel, 1, x, scale, q.view(torch.uint8), amax, scale_inv, rows, columns, *x.stride(),
             TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise,
-            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+            ROWS=tile.rows, COLUMNS=tile.columns, NEXT=may_next_begin(x, rows), num_warps=tile.warps,
         )  # fmt: skip
     return q, qt, amax, scale_inv

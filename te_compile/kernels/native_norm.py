@@ -11,6 +11,8 @@ an H200, for 8192 × 4096 and 8192 × 16384:
 
 Current scaling has to read x twice in any form, and there Triton's took 80 and 294 µs, this one 81 and 297. Without qᵀ
 rows fit into programs of Triton's (kernels/norm_rows.py): 33 and 129 µs, where this one took 36 and 129.
+
+Few rows without qᵀ, as decoding has them, are one cluster's, whatever the scaling (csrc/cuda/norm_few_rows.cuh).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ X_DTYPES = (torch.bfloat16, torch.float16)
 PARAMETER_DTYPES = (*X_DTYPES, torch.float32)
 VECTOR = 8  # elements of a 16-byte copy: rows must start and end on such
 LONGEST_ROW = 16384  # 16 blocks of 1024 columns, the largest cluster there is
+FEW_ROWS = 16  # TE_NORM_FEW_ROWS of csrc/include/te_compile.h
 _FIRST_CAPABILITY, _TOO_NEW = (9, 0), (11, 0)  # 12.x, desktop Blackwell, has not the shared memory
 
 
@@ -52,15 +55,22 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
     y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
     if y_dtype != x.dtype:
         raise Unsupported(f"y is {y_dtype} and x is {x.dtype}")
-    if arguments["scale"] is None:
-        raise Unsupported("current scaling reads x twice in any form, and Triton's is the faster one")
-    if not arguments.get("columnwise", True):
-        raise Unsupported("rows alone are one pass of Triton's as well, and that is the faster one")
-    columns = x.shape[1]
+    rows, columns = x.shape
+    columnwise = arguments.get("columnwise", True)
+    if not _are_few(rows, columnwise):
+        if arguments["scale"] is None:
+            raise Unsupported("current scaling reads x twice in any form, and Triton's is the faster one")
+        if not columnwise:
+            raise Unsupported("rows alone are one pass of Triton's as well, and that is the faster one")
     if not isinstance(columns, int):
         raise Unsupported("the length of a row is not known at compile time")
     if columns % VECTOR or columns > LONGEST_ROW:
         raise Unsupported(f"K={columns} is not a multiple of {VECTOR} up to {LONGEST_ROW}")
+
+
+def _are_few(rows: Any, columnwise: bool) -> bool:
+    """Is it one cluster's? rows: a symbol where their number is not known."""
+    return isinstance(rows, int) and rows <= FEW_ROWS and not columnwise
 
 
 def _in_place(x: Tensor) -> bool:
@@ -90,7 +100,8 @@ def norm_quantize(
     if not _in_place(x):
         x = x.clone(memory_format=torch.contiguous_format)
     with on_device_of(x):
-        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise)
+        cleared = not _are_few(rows, columnwise)
+        q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise, cleared=cleared)
         y = buffers.empty(x, (rows, columns) if emit else (0,), x.dtype)
         mean = buffers.empty(x, (rows, 1) if kind == LAYER else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)

@@ -12,7 +12,7 @@ because the L2 still holds that part: 58 µs and 213 µs for an RMS norm, 64 µs
 walk over their rows twice were slower. One launch in which tiles wait for statistics that run ahead of them through the
 L2 gained nothing: what it saves in bytes it loses in waiting. What Triton has no word for, blocks that share their
 memory, reads x once: csrc/cuda/norm_quantize_kernel.cuh, preferred where built. Where no qᵀ is wanted rows fit into
-programs: norm_rows.py. Few rows, as in decoding, fit into one: norm_alone.py.
+programs: norm_rows.py. Few rows, as in decoding, fit into one: norm_alone.py; or into a cluster: native_norm.py.
 
 The mean and the variance come from sums of differences from the mean of the row's first block. Sums about 0 would lose
 the variance of large numbers that differ little; these lose a factor of at most the number of blocks, because a first

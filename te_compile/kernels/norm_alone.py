@@ -16,6 +16,7 @@ from te_compile.kernels.alone import scale_of_all
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.norm_rows import RowNorm, load_parameters, load_rows, normalised, off_centre
+from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.quantize import (
     fp8_codes,
     largest_of,
@@ -47,8 +48,9 @@ def _norm_alone_kernel(
     Y: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr,
     E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    PADDING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(NEXT)
     row, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     value, inside = load_rows(x, row, k, rows, columns, stride_m)
     w, b = load_parameters(weight, bias, k, columns)
@@ -102,6 +104,7 @@ def norm_quantize_alone(
             rows, columns, padded(rows), x.stride(0), norm.eps,
             **norm.constants(), TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise, COLUMNWISE=columnwise,
-            PADDING=_PADDING, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+            PADDING=_PADDING, ROWS=tile.rows, COLUMNS=tile.columns, NEXT=may_next_begin(x, rows),
+            num_warps=tile.warps,
         )  # fmt: skip
     return y, q, qt, amax, scale_inv, mean, rstd

@@ -39,6 +39,7 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.quantize import (
     TRITON_DTYPES,
     fp8_codes,
@@ -200,8 +201,9 @@ def _rows_kernel(
     MEASURING: tl.constexpr, MEASURED: tl.constexpr,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr,
     E5M2: tl.constexpr, EMIT: tl.constexpr, ROWWISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(NEXT)
     # MEASURING: find the amax and nothing else. MEASURED: that has been done where there was no scale.
     # A row is COLUMNS and, if it is no power of two, REST more in a tile of its own.
     program = tl.program_id(0)
@@ -276,7 +278,8 @@ def norm_quantize_rows(
             **norm.constants(), MEASURING=measuring, MEASURED=measure,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, EMIT=emit, ROWWISE=rowwise,
-            ROWS=height, COLUMNS=width, REST=rest, num_warps=max(1, height * width // (32 * _PER_THREAD)),
+            ROWS=height, COLUMNS=width, REST=rest, NEXT=not measuring and may_next_begin(x, rows),
+            num_warps=max(1, height * width // (32 * _PER_THREAD)),
         )  # fmt: skip
 
     with on_device_of(x):

@@ -31,6 +31,7 @@ from te_compile.kernels.launch import launch
 from te_compile.kernels.pointwise_parts import common_width, folding, with_parts_joined
 from te_compile.kernels.pointwise_pieces import piece_arguments
 from te_compile.kernels.pointwise_source import kernels
+from te_compile.kernels.programmatic import may_next_begin
 from te_compile.kernels.quantize import rule_constants
 from te_compile.kernels.tiles import Tile, Work, alone, choose
 from te_compile.ops.partial_sums import ROWS
@@ -225,7 +226,7 @@ def _produced(
             module.produce, programs, *arguments, *emitted, *partials,
             *written, rows, columns, padded(rows) // 4,
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
-            E5M2=dtype == torch.float8_e5m2, **flags, **shape,
+            E5M2=dtype == torch.float8_e5m2, **flags, **shape, NEXT=may_next_begin(x, rows),
         )  # fmt: skip
         if partial_sums:
             return [*itertools.chain(*quantized), *emitted, *partials]
@@ -266,6 +267,6 @@ def _produced_alone(
             kernels(spec).alone, 1, *_kernel_arguments(spec, inputs, rows), *emitted, *written, rows, columns,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2, E5M2=dtype == torch.float8_e5m2, **flags,
             EVEN=(rows, columns) == (tile.rows, tile.columns), **constants, FLAT=False,
-            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+            ROWS=tile.rows, COLUMNS=tile.columns, NEXT=may_next_begin(x, rows), num_warps=tile.warps,
         )  # fmt: skip
     return [*itertools.chain(*quantized), *emitted]

@@ -162,6 +162,7 @@ from te_compile.kernels.pointwise_functions import (
     widened, write,
 )
 from te_compile.kernels.pointwise_pieces import columns_from, in_head, in_span, read_pieces
+from te_compile.kernels.programmatic import let_next_begin
 from te_compile.kernels.quantize import (
     fp8_codes, fp8_words, largest_of, magnitude, magnitude_of_four, must_measure, record_amax, rounded, scale_in_use,
     scaled,
@@ -205,8 +206,9 @@ def produce(
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
     {layouts},
     EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
-    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):
+    let_next_begin(NEXT)
     {scales}
     # Backwards after a measuring pass: the L2 still holds what that read last.
     tile_m, tile_k, tile_a, tile_s = corner(columns, ROWS, COLUMNS, FLAT, WHOLE, MEASURED)
@@ -225,8 +227,9 @@ def alone(
     {outputs}{quantized_rows}, rows, columns,
     TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr, {rowwise},
     EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
-    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):
+    let_next_begin(NEXT)
     tile_m, tile_k, tile_a, tile_s = corner(columns, ROWS, COLUMNS, FLAT, WHOLE, False)
     m, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     in_rows, in_columns = m < rows, k < columns

@@ -35,6 +35,7 @@ from torch import Tensor
 from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
+from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.tiles import Tile, Work, choose
 from te_compile.ops.quantize import padded
 from te_compile.ops.reach import near
@@ -277,8 +278,9 @@ def _quantize_kernel(
     rows, columns, padded_rows, stride_m, stride_k,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr,
     E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(NEXT)
     program = tl.program_id(0)
     used = scale_in_use(scale, amax, MEASURED, TARGET, EPSILON, POWER_2)
     if program == 0:
@@ -335,6 +337,6 @@ def quantize(
             rows, columns, padded(rows), *x.stride(),
             MEASURED=measure, TARGET=target, EPSILON=epsilon, POWER_2=power_2,
             E5M2=dtype == torch.float8_e5m2, ROWWISE=rowwise, COLUMNWISE=columnwise,
-            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=tile.warps,
+            TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, NEXT=may_next_begin(x, rows), num_warps=tile.warps,
         )  # fmt: skip
     return q, qt, amax, scale_inv

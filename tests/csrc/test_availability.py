@@ -148,6 +148,22 @@ def test_norms_of_two_byte_rows_go_to_the_core(columns: int, with_library: None)
     native_norm.check(HOPPER, norm_arguments(kind="layer", weight=wide, bias=wide))
 
 
+@pytest.mark.parametrize("scale", [None, empty(dtype=torch.float32)], ids=["current", "delayed"])
+def test_few_rows_without_a_transposed_copy_go_to_the_core_with_any_scaling(
+    scale: torch.Tensor | None, with_library: None
+) -> None:
+    def given(rows: int, columnwise: bool) -> dict[str, Any]:
+        return norm_arguments(x=empty(rows, 128), scale=scale, columnwise=columnwise)
+
+    for rows in (1, native_norm.FEW_ROWS):
+        native_norm.check(HOPPER, given(rows, columnwise=False))
+    with pytest.raises(Unsupported, match="Triton's"):
+        native_norm.check(HOPPER, given(native_norm.FEW_ROWS + 1, columnwise=False))
+    if scale is None:
+        with pytest.raises(Unsupported, match="current scaling"):
+            native_norm.check(HOPPER, given(1, columnwise=True))
+
+
 @pytest.mark.parametrize(
     ("target", "changes", "reason"),
     [

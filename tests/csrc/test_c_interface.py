@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from te_compile.kernels import native, skinny_gemm
+from te_compile.kernels import native, native_norm, skinny_gemm
 from te_compile.ops.gemms import AT_ONCE
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -65,3 +65,4 @@ def test_the_interface_needs_no_framework_headers() -> None:
 def test_python_knows_how_many_products_and_rows_one_launch_takes() -> None:
     core = native.module()
     assert (core.SKINNY_PARTS, core.SKINNY_ROWS) == (AT_ONCE, skinny_gemm.MOST_ROWS)
+    assert core.NORM_FEW_ROWS == native_norm.FEW_ROWS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 import te_compile
 from te_compile.kernels import native, skinny_gemm
 from te_compile.ops import native_implementations as implementations
+from te_compile.ops import triton_implementations
 from te_compile.ops.gemm import gemm_reference
 from te_compile.ops.gemms import AT_ONCE, GEMMS
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
+from te_compile.recipe import ScaleRule
 from tests.compiling import compiled, relative_error, te_nodes
 from tests.gpu.test_kernels import poisoned_memory
 
@@ -129,6 +132,66 @@ def test_every_run_gives_the_same_bits() -> None:
         for _ in range(10):
             again = skinny_gemm.products(a, b, *given)
             assert all(map(torch.equal, first, again))
+
+
+def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of x and 1 / scale, by a kernel that lets the next one begin before it has written either."""
+    q, _, _, scale_inv = triton_implementations.quantize(x, None, E4M3, True, False, ScaleRule())
+    return q, scale_inv
+
+
+def normed(by: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The same of x's norm, by the Triton kernel or by the core's."""
+
+    def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+        results = by.norm_quantize(x, None, None, 1e-5, "rms", None, E4M3, True, False, False, ScaleRule())
+        return results[1], results[4]
+
+    return cast
+
+
+CASTS = [cast, normed(triton_implementations)]
+if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+    CASTS.append(normed(implementations))  # which begins early itself
+
+
+def chain(x: Tensor, weights: list[Tensor], waits: bool) -> Tensor:
+    """Products of which each reads what was cast right before: the rows, and of every other one the weight as well.
+
+    Their memory is that of earlier ones. ``waits``: nothing begins before all that was launched has ended.
+    """
+    one = torch.full((), 2.0**-5, device="cuda")
+    for place, weight in enumerate(weights * 9):
+        given, by = CASTS[place % len(CASTS)](x)
+        if waits:
+            torch.cuda.synchronize()
+        (x,) = skinny_gemm.products(given, [weight], by, [one], [None], [None], torch.bfloat16)
+        if waits:
+            torch.cuda.synchronize()
+        if place % 2:
+            last, by_last = cast(x[:, :512].contiguous().view(-1, 512))
+            if waits:
+                torch.cuda.synchronize()
+            (y,) = skinny_gemm.products(last, [last], by_last, [by_last], [None], [None], torch.bfloat16)
+            x = x + torch.tanh(y.float().mean()).to(x.dtype)
+    return x
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_what_begins_early_waits_for_what_it_reads(rows: int) -> None:
+    weights = [codes(width, length) for width, length in ((1024, 2048), (4096, 1024), (512, 4096), (2048, 512))]
+    x = torch.randn(rows, 2048, device="cuda").bfloat16()
+    wanted = chain(x, weights, waits=True)
+    assert bool(wanted.isfinite().all()) and wanted.float().std() > 0
+    assert all(torch.equal(chain(x, weights, waits=False), wanted) for _ in range(20))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x, weights, waits=False)
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, wanted)
 
 
 def test_operands_that_lie_badly_are_copied() -> None:

@@ -6,7 +6,7 @@ Run without Triton's interpreter. On the CPU the Triton implementations run as t
 themselves, which are noted. JOBS kernels are compiled for the pretended GPU by Inductor's workers. Prints JSON:
 
     ahead         what rehearsals found for the first step and for later ones: forms of launches, as text
-    launched      the forms that were new in each step
+    launched      the forms that were new in each step; the last one has no copies of weights yet, but scales
     hashes        of all that is ahead: by which a worker keeps the kernel
     at launch     and by which Triton looks for it where it is launched
     answers       of JOBS of them, drawn anew: that hash, that of the worker, and what a launch is told to expect
@@ -30,7 +30,7 @@ from torch._inductor.async_compile import AsyncCompile
 from triton.runtime import _async_compile
 from triton.runtime.cache import get_cache_key
 
-from te_compile import compilers, prepared_kernels, state
+from te_compile import compilers, prepared_kernels, state, weight_cache
 from te_compile.kernels import ahead, compile_worker, native, norm_backward
 from te_compile.kernels import launch as launching
 from te_compile.ops import calibration, registry
@@ -172,7 +172,9 @@ def main(recipe: str, jobs: int) -> None:
     run = compiled(model, recipe=recipe, cost_model=False)
     x, targets = torch.randn(128, 64, dtype=torch.bfloat16), torch.randint(0, 1056, (128,))
     launched: list[dict[Any, ahead.Launch]] = []
-    for _ in range(STEPS):
+    for step in range(STEPS + 1):
+        if step == STEPS:  # as in a training that goes on from a saved state: scales are there, and no copies
+            weight_cache.forget_copies(model.parameters())
         launched.append({})
         note_launches(launched[-1])
         run(x, targets)[0].backward()
