@@ -98,7 +98,7 @@ class Options:
     @staticmethod
     def resolve(call_options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
         """The options of a ``torch.compile`` call: its own, then :func:`configure`'s, then the environment's."""
-        call = _checked(call_options or {})
+        call = _checked({} if call_options is None else call_options)
         if mode is not None and call.setdefault("mode", asked := _as_mode("mode", mode)) != asked:
             raise OptionError(f"mode={mode!r} and options['mode']={call['mode']!r}: give one, or both the same")
         given: dict[str, Any] = {}
@@ -107,12 +107,15 @@ class Options:
         own = {name: given.pop(name) for name in _CHECKS if name in given}
         return Options(**own, inductor=given)
 
-    def why_excluded(self, name: str, info: Any = None) -> str | None:
-        """Why ``include`` or ``exclude`` keep the linear of module ``name`` in high precision; None if they do not."""
-        pattern = _selected_by(self.exclude, name, info)
+    def why_excluded(self, name: str, info: Any = None, local_name: str = "") -> str | None:
+        """Why ``include`` or ``exclude`` keep the linear of module ``name`` in high precision; None if they do not.
+
+        local_name: what it is called where it was captured, if that is something else; patterns may fit either.
+        """
+        pattern = _selected_by(self.exclude, name, info, local_name)
         if pattern is not None:
             return f"exclude {pattern}; take that out to allow FP8"
-        if self.include is not None and _selected_by(self.include, name, info) is None:
+        if self.include is not None and _selected_by(self.include, name, info, local_name) is None:
             return "not matched by include; add its name there to allow FP8"
         return None
 
@@ -138,12 +141,17 @@ class Options:
         return "; ".join(values)
 
 
-def _selected_by(selector: Selector, name: str, info: Any) -> str | None:
+def _modules_around(name: str) -> list[str]:
+    """The module of this name last, those that it is in before."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _selected_by(selector: Selector, name: str, info: Any, local_name: str = "") -> str | None:
     """What in ``selector`` fits the module ``name`` or a module around it, as reports show it; None if nothing does."""
     if not isinstance(selector, tuple):
         return f"function {getattr(selector, '__name__', selector)!r}" if selector(name, info) else None
-    parts = name.split(".")
-    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    around = [*_modules_around(name), *_modules_around(local_name)]
     for pattern in selector:
         if any(fnmatchcase(each, pattern) for each in around):
             return f"pattern {pattern!r}"
@@ -162,13 +170,15 @@ def _key_of(value: Any) -> str:
 # --- process-wide defaults -----------------------------------------------------------------------------------------
 
 _configured: dict[str, Any] = {}
+_changes: list[Configuration] = []
+"""All that make up ``_configured``, the oldest first. Each is taken back by itself: blocks of threads may overlap."""
 
 
 class Configuration:
     """What :func:`configure` returns; as a context manager it takes the change back at the end of the block."""
 
-    def __init__(self, before: dict[str, Any]) -> None:
-        self._before = before
+    def __init__(self, forgotten: Collection[str], own: Mapping[str, Any]) -> None:
+        self._forgotten, self._own = forgotten, own
 
     def __enter__(self) -> Configuration:
         return self
@@ -177,9 +187,14 @@ class Configuration:
         self.restore()
 
     def restore(self) -> None:
-        """Put back the configuration from before the call."""
-        _configured.clear()
-        _configured.update(self._before)
+        """Take this change back, and no other: what was configured before or since stays. A second time nothing is."""
+        if self in _changes:
+            _changes.remove(self)
+            _configure_anew()
+
+    def _over(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration ``given`` with this change."""
+        return _over({name: value for name, value in given.items() if name not in self._forgotten}, self._own)
 
 
 def configure(**options: Any) -> Configuration:
@@ -189,15 +204,20 @@ def configure(**options: Any) -> Configuration:
     ``configure(recipe=None)`` forgets what was set for that one option. Inductor options with a dot in the name go in
     as ``configure(**{"triton.cudagraphs": True})``.
     """
-    checked = _checked(options)
-    before = dict(_configured)
-    for name, value in options.items():
-        if value is None:
-            _configured.pop(_own_or_inductor_name(name), None)
-    now = _over(_configured, checked)
+    forgotten = {_own_or_inductor_name(name) for name, value in options.items() if value is None}
+    change = Configuration(forgotten, _checked(options))
+    change._over({})  # raises where two options exclude each other
+    _changes.append(change)
+    _configure_anew()
+    return change
+
+
+def _configure_anew() -> None:
+    now: dict[str, Any] = {}
+    for change in list(_changes):
+        now = change._over(now)
     _configured.clear()
     _configured.update(now)
-    return Configuration(before)
 
 
 _EXCLUDE_EACH_OTHER = ("save_memory", "cache_weights")

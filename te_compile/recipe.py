@@ -258,7 +258,7 @@ class Float8CurrentScaling(Recipe):
         _require_bool("use_power_2_scales", self.use_power_2_scales)
         epsilon = self.amax_epsilon
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= FP32_MAX:
-            raise RecipeError(f"amax_epsilon={epsilon!r}: must be a finite number, at least 0")
+            raise RecipeError(f"amax_epsilon={epsilon!r}: must be a finite number, at least 0 and not beyond fp32")
         object.__setattr__(self, "amax_epsilon", float(epsilon))
         _require_attention_fields(self.fp8_dpa, self.fp8_mha)
 
@@ -335,9 +335,10 @@ def _from_text(text: str) -> Recipe:
 
 
 def _literal(text: str) -> Any:
-    """The Python constant that ``text`` spells, or ``text`` itself."""
+    """The Python constant that ``text`` spells, ``true``, ``false`` and ``none`` in any case, or ``text`` itself."""
+    constant = text.capitalize()
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(constant if constant in ("True", "False", "None") else text)
     except (ValueError, SyntaxError):
         return text
 
@@ -345,9 +346,10 @@ def _literal(text: str) -> Any:
 def _from_parameters(parameters: dict[str, Any], given: object) -> Recipe:
     """The recipe ``parameters["name"]`` with the other parameters; ``given`` is what errors quote."""
     name = parameters.pop("name", None)
-    if isinstance(name, str) and name in _NOT_YET:
-        raise RecipeError(f"recipe={given!r}: {_NOT_YET[name]} is not available yet; {_CHOICES}")
-    kind = RECIPES.get(name) if isinstance(name, str) else None
+    if isinstance(name, str) and name in {*_NOT_YET, *_NOT_YET.values()}:
+        raise RecipeError(f"recipe={given!r}: {_NOT_YET.get(name, name)} is not available yet; {_CHOICES}")
+    by_class = {kind.te_name: kind for kind in RECIPES.values()}
+    kind = {**by_class, **RECIPES}.get(name) if isinstance(name, str) else None
     if kind is None:
         unknown = "has no 'name'" if name is None else "unknown"
         raise RecipeError(f"recipe={given!r}: {unknown}; {_CHOICES}")
@@ -385,8 +387,8 @@ def _parameters(kind: type[Recipe]) -> tuple[Field[Any], ...]:
 
 
 def _as_format(value: object) -> Format:
-    """A Format, its name, or Transformer Engine's format of the same name."""
-    name = value if isinstance(value, str) else getattr(value, "name", None)
+    """A Format, its name with or without ``Format.``, or Transformer Engine's format of the same name."""
+    name = value.removeprefix("Format.") if isinstance(value, str) else getattr(value, "name", None)
     for each in Format:
         if each.name == name:
             return each

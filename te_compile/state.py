@@ -27,6 +27,7 @@ captured CUDA graph knows their addresses.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class ParameterState:
 # By id(parameter), then L. An entry goes when its parameter dies, before the id can be anyone else's. A plain dict,
 # because a step looks up every weight of the model: a WeakIdKeyDictionary takes four times as long.
 _states: dict[int, dict[int, ParameterState]] = {}
+_MAKING = threading.RLock()  # of two threads that call a fresh model at once one makes its states
 _changes = itertools.count(1)
 _version = {"now": 0}
 
@@ -187,12 +189,15 @@ def _fresh(parameter: Tensor, history_length: int, gradient_max: float = GRADIEN
 
 
 def _create(parameter: Tensor, history_length: int) -> ParameterState:
-    """A new registered state for ``parameter``."""
+    """A new registered state for ``parameter``, or that which another thread has made since somebody looked."""
     key = id(parameter)
-    if key not in _states:
-        _states[key] = {}
-        weakref.finalize(parameter, _forget, key).atexit = False
-    state = _states[key][history_length] = _waiting_for_data(_fresh(parameter, history_length))
+    with _MAKING:
+        if (made := existing_state(parameter, history_length)) is not None:
+            return made
+        if key not in _states:
+            _states[key] = {}
+            weakref.finalize(parameter, _forget, key).atexit = False
+        state = _states[key][history_length] = _waiting_for_data(_fresh(parameter, history_length))
     _changed()
     return state
 

@@ -36,7 +36,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,8 @@ the copies."""
 _version_of = attrgetter("_version")
 _trainings = {"calls": 0}  # that entered amaxes of weights in histories
 _replayed = Replayed("copies", copies_of, by_address=True)
+T = TypeVar("T")
+
 _caches: weakref.WeakSet[CopiesOfGroup] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], _Record] = weakref.WeakValueDictionary()
 
@@ -347,7 +349,7 @@ class CopiesOfGroup:
 
     def _free_old_copies_elsewhere(self, weight: Tensor) -> None:
         """Other graphs (that of the evaluation, say) may keep copies of what these weights were before."""
-        for copies in list(_caches):
+        for copies in _listed(_caches.copy):
             record = copies.records.get(id(weight))
             if record is not None and not copies.in_place:
                 known, kept = record.known
@@ -379,13 +381,23 @@ def _watch_optimizers() -> None:
 def _count_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():  # what counts here would be compiled in; versions or samples show such a step
         return
-    records = list(_shared.values())
+    records = _listed(_shared.values)
     if records:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         stepped = {id(parameter) for parameter in parameters if parameter.requires_grad}
         for record in records:
             if not stepped.isdisjoint(record.ids):
                 record.counter["steps"] += 1
+
+
+def _listed(entries: Callable[[], Iterable[T]]) -> list[T]:
+    """What ``entries()`` goes through, from the beginning again if another thread adds to it meanwhile."""
+    while True:
+        try:
+            return list(entries())
+        except RuntimeError as error:
+            if "changed size during iteration" not in str(error):
+                raise
 
 
 def _once_gone(record: weakref.ref[_Record]) -> Callable[[object], None]:
@@ -398,12 +410,12 @@ def _forget(record: _Record | None) -> None:
     """A weight is dead: drop its record before the id can be anyone else's."""
     if record is None:
         return
-    for copies in list(_caches):
+    for copies in _listed(_caches.copy):
         if copies.records.get(record.ids[0]) is record:
             del copies.records[record.ids[0]]
-    for of_these, each in list(_shared.items()):
+    for of_these, each in _listed(_shared.items):
         if each is record:
-            del _shared[of_these]
+            _shared.pop(of_these, None)
 
 
 def refresh_weights(model: nn.Module) -> None:
@@ -419,7 +431,7 @@ def refresh_weights(model: nn.Module) -> None:
 def forget_copies(weights: Iterable[Tensor]) -> None:
     """:func:`refresh_weights` for these parameters."""
     ids = set(map(id, weights))
-    for copies in list(_caches):
+    for copies in _listed(_caches.copy):
         for record in list(copies.records.values()):
             if not ids.isdisjoint(record.ids):
                 record.known = None, record.known[1] if copies.in_place else None

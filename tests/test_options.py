@@ -238,6 +238,34 @@ def test_configure_as_a_block_takes_only_its_own_change_back() -> None:
     assert configured() == {"strict": True}
 
 
+def test_changes_that_overlap_are_taken_back_each_by_itself() -> None:
+    """As two threads' blocks do, which know nothing of each other."""
+    first = configure(recipe="current")
+    second = configure(strict=True)
+    first.restore()
+    assert configured() == {"strict": True}
+    second.restore()
+    assert configured() == {}
+    first, second = configure(recipe="current"), configure(recipe="delayed")
+    first.restore()
+    assert configured() == {"recipe": DelayedScaling()}
+    first.restore()  # again: nothing is left to take back
+    second.restore()
+    assert configured() == {}
+
+
+def test_a_local_name_fits_patterns_too_and_functions_judge_the_whole_one() -> None:
+    assert Options(exclude="fc").why_excluded("layers.0.fc", local_name="fc") is not None
+    assert Options(exclude="layers.0").why_excluded("layers.0.fc", local_name="fc") is not None
+    assert Options(include="layers.*").why_excluded("layers.0.fc", local_name="fc") is None
+    assert Options(exclude=lambda name, info: name == "fc").why_excluded("layers.0.fc", local_name="fc") is None
+
+
+def test_options_must_be_a_dict_even_if_there_are_none() -> None:
+    with pytest.raises(OptionError, match="must be a dict"):
+        Options.resolve([])  # type: ignore[arg-type]
+
+
 def test_configure_is_all_or_nothing() -> None:
     configure(lm_head=True)
     with pytest.raises(OptionError):

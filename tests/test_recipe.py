@@ -258,6 +258,7 @@ def no_arguments() -> int:
         (Float8CurrentScaling, "amax_epsilon", -1e-9, "at least 0"),
         (Float8CurrentScaling, "amax_epsilon", math.nan, "at least 0"),
         (Float8CurrentScaling, "amax_epsilon", math.inf, "finite"),
+        (Float8CurrentScaling, "amax_epsilon", 1e39, "not beyond fp32"),
     ],
 )
 def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(
@@ -291,6 +292,10 @@ def test_defaults_are_transformer_engines() -> None:
         ({"name": "current", "fp8_format": "E4M3"}, Float8CurrentScaling(fp8_format=Format.E4M3)),
         (DelayedScaling(margin=1), DelayedScaling(margin=1)),
         ("delayed fp8_dpa=True", DelayedScaling(fp8_dpa=True)),
+        ("delayed fp8_dpa=true reduce_amax=FALSE", DelayedScaling(fp8_dpa=True, reduce_amax=False)),
+        ("delayed fp8_format=Format.E4M3", DelayedScaling(fp8_format=Format.E4M3)),
+        ("DelayedScaling margin=1", DelayedScaling(margin=1)),
+        ({"name": "Float8CurrentScaling"}, Float8CurrentScaling()),
         ({"name": "current", "fp8_dpa": True}, Float8CurrentScaling(fp8_dpa=True)),
     ],
 )
@@ -313,6 +318,7 @@ def test_names_texts_dicts_and_objects_all_mean_a_recipe(value: object, recipe: 
         ("delayed margin=1 margin=2", "'margin' is given twice"),
         ("block", "Float8BlockScaling is not available yet"),
         ("mxfp8", "MXFP8BlockScaling is not available yet"),
+        ("MXFP8BlockScaling", "MXFP8BlockScaling is not available yet"),
         ({"name": "nvfp4"}, "NVFP4BlockScaling is not available yet"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +217,24 @@ def test_a_model_is_calibrated_by_the_second_call_after_its_first_step() -> None
         fill(state)
     poll()
     assert not scales_are_missing()
+
+
+def test_two_threads_that_ask_for_a_fresh_state_at_once_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_looked = threading.Barrier(2)
+    fresh = module._require_no_other_loaded
+
+    def meet(*given: Any) -> None:
+        both_looked.wait(timeout=60)  # behind the look at what there is, before anything is made
+        fresh(*given)
+
+    monkeypatch.setattr(module, "_require_no_other_loaded", meet)
+    weight, found = nn.Parameter(torch.randn(16, 16)), list[ParameterState]()
+    threads = [threading.Thread(target=lambda: found.append(state_of(weight, LENGTH))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is existing_state(weight, LENGTH)
 
 
 def test_two_threads_that_meet_at_a_look_both_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -598,3 +598,20 @@ def test_a_report_says_what_quantises_the_weights() -> None:
     report = explain(Chain(), data(), options={"cache_weights": False})
     assert "te::quantize_weights" not in report.implementations
     assert report.implementations["te::quantize"]["reference"] >= 2 * 3 - 1, "the first dgrad is wanted by nobody"
+
+
+def test_what_another_thread_adds_to_while_it_is_listed_is_listed_again() -> None:
+    """As an optimizer's step lists what there is of all models, while another thread makes a first call."""
+    alive = [Mlp() for _ in range(3)]
+    entries = weakref.WeakValueDictionary(enumerate(alive))
+
+    def values() -> Any:
+        for place, value in enumerate(entries.values()):
+            if place == 1 and len(alive) == 3:
+                alive.append(Mlp())
+                entries[3] = alive[3]
+            yield value
+
+    assert set(weight_cache._listed(values)) == set(alive) and len(alive) == 4
+    with pytest.raises(RuntimeError, match="another"):
+        weight_cache._listed(lambda: (_ for _ in ()).throw(RuntimeError("another fault")))

@@ -28,6 +28,7 @@ from te_compile.compilers import only_traced
 from te_compile.flat_parameters import parameter_of
 from te_compile.inspect.attention_names import attention_name
 from te_compile.inspect.attentions import AttentionRow
+from te_compile.inspect.compiled_options import options_of
 from te_compile.inspect.fusions import Use, implementations_in, uses_in
 from te_compile.inspect.report import GraphPass, Report, Row
 from te_compile.inspect.target import fresh, uncompiled, undisturbed
@@ -47,12 +48,14 @@ def explain(
     model: a module or function, compiled already or not, in the mode (train or eval) to be looked at.
     args, kwargs: an example call. Whether gradients are enabled decides between training and inference, as in a real
         call; the backward pass is part of the report and is not run.
-    options: as for ``torch.compile(model, backend="te_fp8", options=…)``. ``strict`` raises nothing here.
+    options: as for ``torch.compile(model, backend="te_fp8", options=…)``; None for those that ``model`` was compiled
+        with, if it was. ``strict`` raises nothing here.
 
     The model runs forward once, for a captured graph may depend on the results of another. Its attributes, the lists,
     dicts, sets and tensors that they hold, its buffers, the arguments, random numbers, FP8 state and everything that is
     compiled are afterwards as they were; other objects that attributes hold are not.
     """
+    options = options_of(model) if options is None else options
     Options.resolve(options)  # for its errors, before options that are no dict are merged
     given = {**(options or {}), "strict": False}
     chosen = Options.resolve(given)

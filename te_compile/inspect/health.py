@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_compile import state
 from te_compile.flat_parameters import has_flat_parameters
+from te_compile.inspect.compiled_options import options_of
 from te_compile.inspect.measurement import Measuring, measure
 from te_compile.inspect.statistics import Statistics, TensorStatistics, figures, statistics_of, summed
 from te_compile.options import Options
@@ -33,14 +34,15 @@ def stats(
         error of quantising it. One step then runs beside the real ones, operator by operator, with the scales of this
         moment. The model, its gradients, FP8 state and random numbers are afterwards as they were. Without a call the
         figures come from the FP8 state, and only weights are measured.
-    options: as for ``torch.compile(model, backend="te_fp8", options=…)``: the recipe says what the state means.
+    options: as for ``torch.compile(model, backend="te_fp8", options=…)``: the recipe says what the state means. None
+        for those that ``model`` was compiled with, if it was.
     loss: makes the number to take gradients of from what the model returns; by default its ``loss``, or itself. Under
         ``torch.no_grad()`` the forward alone is measured.
 
     Raises ValueError where there is no such number or parameters are sharded over ranks, and TypeError for a model that
     is neither module nor function.
     """
-    chosen = Options.resolve(options)
+    chosen = Options.resolve(options_of(model) if options is None else options)
     names = KnownNames(unwrapped(model)) if isinstance(model, nn.Module) else None
     if args or kwargs:
         if loss is not None and not callable(loss):

@@ -53,10 +53,14 @@ def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[N
     Inside, none of the modules is compiled: a part that the user has compiled by itself is looked at, not run by him.
     """
     modules = list(modules)
+    # What TorchScript holds is not Python's to put back; the values of buffers are.
+    scripted = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
+    modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [(module, dict(module.__dict__)) for module in modules]
     children = [(module, dict(module._modules)) for module in modules]
     stores = [(store, dict(store)) for module in modules for store in (module._buffers, module._parameters)]
     written = [buffer for module in modules for buffer in module._buffers.values()]
+    written += [buffer for module in scripted for buffer in module.buffers(recurse=False)]
     _own_containers(modules, written)
     values = tensor_values(written)
     parameters = [(n, p) for module in modules for n, p in module._parameters.items() if p is not None]

@@ -21,6 +21,7 @@ step, at its end (agreement.py).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,17 +64,21 @@ def fp8_max_of(recipe: DelayedScaling, direction: str) -> float:
     return recipe.fp8_format.forward_max if direction == FORWARD else recipe.fp8_format.backward_max
 
 
+_UPDATING = threading.RLock()  # what two threads enter in one history at once is both entered
+
+
 @registry.register("update_scales_", registry.REFERENCE)
 def update_scales_reference(
     states: list[Tensor], amaxes: Sequence[Tensor], fp8_max: float, recipe: DelayedScaling
 ) -> None:
     """See the module. states: fp32 [rows, 2 + L], changed in place; amaxes: fp32, [] or [n], one for each row."""
     sizes = [state.shape[0] for state in states]
-    for state, amax in zip(states, flattened(amaxes).split(sizes), strict=True):
-        history, scale, skipped = recipe.updated(state[:, HISTORY:], state[:, SCALE], amax, fp8_max)
-        state[:, HISTORY:].copy_(history)
-        state[:, SCALE].copy_(scale)
-        state[:, SKIPPED].add_(skipped)
+    with _UPDATING:
+        for state, amax in zip(states, flattened(amaxes).split(sizes), strict=True):
+            history, scale, skipped = recipe.updated(state[:, HISTORY:], state[:, SCALE], amax, fp8_max)
+            state[:, HISTORY:].copy_(history)
+            state[:, SCALE].copy_(scale)
+            state[:, SKIPPED].add_(skipped)
 
 
 def flattened(amaxes: Sequence[Tensor]) -> Tensor:

@@ -27,12 +27,13 @@ from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
 from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
 from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
+from te_compile.passes.enclosing_module import enclosing_module
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is_grouped_product
 from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site
-from te_compile.passes.names import module_name, own_variable
+from te_compile.passes.names import KnownNames, module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Left, Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
@@ -46,6 +47,8 @@ _PRODUCTS: dict[Any, str] = {
     torch.bmm: "bmm",
     torch.baddbmm: "baddbmm",
     torch.addmm: "addmm",
+    torch.mv: "mv",
+    torch.addmv: "addmv",
     torch.einsum: "einsum",
     torch.inner: "inner",
     torch.addbmm: "addbmm",
@@ -62,9 +65,12 @@ _PRODUCTS: dict[Any, str] = {
     torch.rnn_relu_cell: "rnn_relu_cell",
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
-_PRODUCT_METHODS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "inner", "addbmm", "addmm_", "baddbmm_", "addbmm_"}
+_PRODUCT_METHODS = {
+    "matmul", "mm", "bmm", "baddbmm", "addmm", "inner", "addbmm", "addmm_", "baddbmm_", "addbmm_",
+    "mv", "addmv", "addmv_",
+}  # fmt: skip
 _MATRIX_PRODUCTS = ("matmul", "mm")
-_PRODUCTS_WITH_ADDEND = ("addmm", "baddbmm", "addbmm")
+_PRODUCTS_WITH_ADDEND = ("addmm", "baddbmm", "addbmm", "addmv")
 
 STAYS_CLOSED = "te_stays_closed"
 """Meta key: why a pass that could have opened this opaque product into linears left it."""
@@ -229,4 +235,19 @@ def find_linears(regions: list[Region], left: list[Left], example_inputs: Any, p
     _keep_what_makes_weights(plan.sites)
     for each in left:
         plan.sites.extend(_sites_left(each, plan.parameters))
+    _give_full_names(plan)
     return len(plan.sites)
+
+
+def _give_full_names(plan: Plan) -> None:
+    """What Dynamo calls a linear behind a graph break starts there; the user's names start at the model."""
+    module = enclosing_module() if plan.sites else None
+    if module is None:
+        return
+    names = KnownNames(module)
+    for site in plan.sites:
+        placeholder = site.root_weight or site.weight
+        parameter = plan.parameters.get(placeholder) if placeholder is not None else None
+        full = names.name(site.node, parameter)
+        if full is not None and full != site.name:
+            site.name, site.local_name = full, site.name

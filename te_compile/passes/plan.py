@@ -38,8 +38,9 @@ class Site:
     ``tokens`` is M, the rows of x (a hint where the size is symbolic); ``features`` is (in, out). ``matrix`` is what is
     quantised and ``root_weight`` the root placeholder of the parameter behind it, for sites that can be lowered.
     ``linears`` is how many equal ones the node computes. ``ends`` is given where they share the rows of x, each taking
-    those up to its own end. ``spell`` writes them out as plain products, for a node that is none, and returns the node
-    of the result and their sites. ``reason`` is empty for ``status`` "fp8".
+    those up to its own end. ``local_name`` is what Dynamo calls it where that is another name. ``spell`` writes them
+    out as plain products, for a node that is none, and returns the node of the result and their sites. ``reason`` is
+    empty for ``status`` "fp8".
     """
 
     name: str
@@ -55,6 +56,7 @@ class Site:
     root_weight: Node | None = None
     matrix: Matrix | None = None
     linears: int = 1
+    local_name: str = ""
     ends: Node | None = None
     spell: Callable[[Site], tuple[Node, list[Site]]] | None = None
     reason: str = ""

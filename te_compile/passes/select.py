@@ -142,7 +142,7 @@ def _is_table(weight: Node) -> bool:
 
 def by_user(site: Site, options: Options) -> Verdict:
     """``include`` and ``exclude``."""
-    reason = options.why_excluded(site.name, site)
+    reason = options.why_excluded(site.name, site, site.local_name)
     return (Cause.USER, reason) if reason else None
 
 

@@ -88,6 +88,9 @@ _NO_PARAMETER = (
 _FROM_THE_CALL = (
     "its weight is computed in the graph from inputs of the call; nothing to do: FP8 is for lasting weights"
 )
+_FROM_A_NUMBER = (
+    "its weight is computed in the graph with a number that is not fixed; compile with dynamic=False for FP8"
+)
 AUTOCAST_OUTSIDE = "begin it around the compiled model for FP8"
 """What to do about an autocast whose effect on new nodes cannot be seen."""
 
@@ -233,6 +236,8 @@ class Weights:
             return
         if source.op == "placeholder":
             if source not in self.parameters and not is_held_by_the_model(source):
+                if isinstance(value_of(source), (torch.SymInt, torch.SymFloat)):
+                    raise NotAWeightError(_FROM_A_NUMBER)
                 raise NotAWeightError(_FROM_THE_CALL if begun else _NO_PARAMETER)
             leaves[source] = None
             return

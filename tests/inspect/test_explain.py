@@ -25,6 +25,7 @@ from te_compile.inspect import Report, explanation
 from te_compile.state_files import state_dict
 
 TOKENS = 16
+QUICK: dict[str, Any] = {"compiler": "aot_eager", "cost_model": False}
 
 
 class Block(nn.Module):
@@ -524,6 +525,41 @@ def test_a_forward_that_writes_to_a_parameter_is_owned_up_to() -> None:
 
     report = te_compile.explain(Clipped(16, 16), x16())
     assert any("writes to the parameter weight" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 64))])
+def test_a_model_may_hold_what_torchscript_made(make: Callable[[nn.Module], nn.Module]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scripted = nn.Linear(64, 64), make(nn.BatchNorm1d(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scripted(self.first(x))
+
+    model = Model().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = te_compile.explain(model, torch.randn(4, 64), options=QUICK)
+    assert report.rows or any("captured no graph" in note for note in report.notes)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_compiled_model_is_explained_with_the_options_that_it_was_compiled_with() -> None:
+    x, options = torch.randn(4, 64), {**QUICK, "recipe": "current"}
+    in_place = nn.Linear(64, 64)
+    in_place.compile(backend="te_fp8", options=options)
+    module = nn.Linear(64, 64)
+    ways = [
+        torch.compile(module, backend="te_fp8", options=options),
+        in_place,
+        torch.compile(lambda x: module(x), backend="te_fp8", options=options),
+    ]
+    for compiled in ways:
+        assert te_compile.explain(compiled, x).recipe == "current"
+        assert te_compile.explain(compiled, x, options=QUICK).recipe == "delayed", "what is given wins"
+    assert te_compile.stats(ways[0], x, loss=lambda y: y.sum()).recipe == "current"
+    for other in (module, torch.compile(module, backend="eager"), torch.compile(module, backend="te_fp8")):
+        assert te_compile.explain(other, x).recipe == "delayed"
 
 
 def test_a_failing_model_is_put_back_too() -> None:
