@@ -190,7 +190,7 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
     weight = site.root_weight or site.weight
     if weight is not None and (weight in tables or _is_table(weight)) and not _is_picked_from(site):
         why = "its weight is tied to an embedding"
-    elif last in _HEAD_NAMES or site.name == "output" or site.name.endswith("predictions.decoder"):
+    elif _is_called_head(site.name) and not _is_router(site):
         why = f"its name ends in {last!r}"
     elif _enters_loss(site.node):
         why = "its result goes into the loss"
@@ -209,6 +209,16 @@ def _is_picked_from(site: Site) -> bool:
     """Does the largest or smallest of what ``site`` gives decide what is computed next?"""
     known = _SAME_VALUES | _ARITHMETIC | _ROUTING
     return site.features[1] <= 1024 and any(map(_picks, _reached(site.node, lambda node: _name(node) in known)))
+
+
+def _is_called_head(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last in _HEAD_NAMES or name == "output" or name.endswith("predictions.decoder")
+
+
+def _is_router(site: Site) -> bool:
+    """Whatever it is called, ``classifier`` say: nobody but the model sees what it gives."""
+    return _is_picked_from(site) and not _is_returned(site) and not _enters_loss(site.node)
 
 
 def by_router(site: Site, options: Options) -> Verdict:

@@ -351,6 +351,21 @@ def test_a_router_is_known_by_what_it_picks(way: str) -> None:
     assert site.cause is Cause.RULE and "router" in site.reason
 
 
+def test_a_router_is_no_head_whatever_it_is_called() -> None:
+    classifier, x = nn.Linear(32, 16), torch.randn(10, 32)
+
+    def picked(x: Tensor) -> Tensor:
+        return classifier(x).softmax(-1).topk(2).indices
+
+    def beside_its_scores(x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = classifier(x)
+        return scores, scores.argmax(-1)
+
+    site = verdict(picked, x)
+    assert site.name == "classifier" and site.cause is Cause.RULE and "a router" in site.reason
+    assert "projection to logits" in verdict(beside_its_scores, x).reason
+
+
 def test_the_largest_values_alone_are_no_pick() -> None:
     """As a pooling over points takes them."""
     fc = nn.Linear(32, 32)
