@@ -179,6 +179,7 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
 
     def inference(graph_module: GraphModule, _: Sequence[Any]) -> Compiled:
         passes(graph_module.graph)
+        _return_no_views(graph_module.graph)
         _require_no_gradients(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
@@ -203,12 +204,24 @@ def aot_eager(gm: GraphModule, inputs: Sequence[Any], options: Options, compilat
 def _return_no_views(graph: Graph) -> None:
     """Return what passes made a view of a result as a tensor of its own, as Inductor does.
 
-    Autograd lets nobody change a view in place that a function returns. AOTAutograd makes those that the model returns
-    itself, outside of the graph, and knows nothing of others: a sum that its product's view took the place of.
+    Autograd lets nobody change a view in place that a function returns, or that was made under ``no_grad``. AOTAutograd
+    makes those that the model returns itself, outside of the graph, and knows nothing of others: a sum that its
+    product's view took the place of, a view that the model detached.
     """
-    for result in graph.output_node().all_input_nodes:
-        if result.target is torch.ops.aten.view.default:
-            result.target = torch.ops.aten._unsafe_view.default
+    returns = graph.output_node()
+    returned = set(returns.all_input_nodes)
+    for result in returns.all_input_nodes:
+        seen = result
+        while seen.target is torch.ops.aten.alias.default:
+            seen = seen.all_input_nodes[0]
+        if seen.target is not torch.ops.aten.view.default:
+            continue
+        if (
+            result is seen or seen not in returned
+        ):  # else two results would be one tensor, and one of both may be detached
+            seen.target = torch.ops.aten._unsafe_view.default
+            returns.replace_input_with(result, seen)
+            returned.add(seen)
 
 
 def _require_no_gradients(graph: Graph) -> None:

@@ -7,6 +7,7 @@ scaling, so both recipes are measured with it; what is particular to later steps
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -208,3 +209,28 @@ def test_linears_that_share_an_input_quantise_it_once(recipe: str) -> None:
 def test_linears_that_share_an_input_compute_what_the_textbook_says() -> None:
     model = Attention()
     assert_same_numbers(model, emulated(model, all_fp8), torch.randn(2, any_length(), 32), 2e-2)
+
+
+@pytest.mark.parametrize(
+    "ends", [lambda y: y, lambda y: y.detach(), lambda y: y.detach().detach()], ids=["view", "once", "twice"]
+)
+def test_a_view_that_was_made_without_gradients_may_be_changed_in_place(ends: Callable[[Tensor], Tensor]) -> None:
+    """As a table of positions is, which a model then adds learned ones to."""
+    table, learned = torch.randn(10, 16), nn.Parameter(torch.randn(16))
+
+    def rows(places: Tensor) -> Tensor:
+        with torch.no_grad():
+            return ends(table.index_select(0, places).view(2, 4, 16))
+
+    found = compiled(rows)(torch.arange(8))
+    found += learned
+    found.sum().backward()
+    assert torch.equal(found, table[:8].view(2, 4, 16) + learned) and torch.equal(learned.grad, torch.full((16,), 8.0))
+
+
+def test_a_result_and_the_same_detached_are_two() -> None:
+    fc, x = nn.Linear(32, 32), torch.randn(4, 8, 32)
+    y, detached = compiled(lambda x: (y := fc(x), y.detach()), lm_head=True)(x)
+    assert y.requires_grad and not detached.requires_grad and torch.equal(y, detached)
+    y.sum().backward()
+    assert fc.weight.grad is not None
