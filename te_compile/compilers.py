@@ -216,9 +216,8 @@ def _return_no_views(graph: Graph) -> None:
             seen = seen.all_input_nodes[0]
         if seen.target is not torch.ops.aten.view.default:
             continue
-        if (
-            result is seen or seen not in returned
-        ):  # else two results would be one tensor, and one of both may be detached
+        # Two results must not become one tensor: one of both may be detached.
+        if result is seen or seen not in returned:
             seen.target = torch.ops.aten._unsafe_view.default
             returns.replace_input_with(result, seen)
             returned.add(seen)

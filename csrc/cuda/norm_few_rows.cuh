@@ -104,14 +104,7 @@ __device__ Eight<T> normalised(const Eight<T>& x, float mean, float rstd, const 
     }
     value.x *= rstd;
     value.y *= rstd;
-    if (RoundFirst) value = P::floats(P::rounded(value));
-    value.x *= by.weight[2 * i];
-    value.y *= by.weight[2 * i + 1];
-    if (Centre) {
-      value.x += by.bias[2 * i];
-      value.y += by.bias[2 * i + 1];
-    }
-    y.pairs[i] = P::rounded(value);
+    y.pairs[i] = finished<T, Centre, RoundFirst>(value, by.weight + 2 * i, by.bias + 2 * i);
   }
   return y;
 }

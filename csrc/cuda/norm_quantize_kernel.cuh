@@ -223,6 +223,20 @@ __device__ Parameters parameters_at(const Task& task, int64_t at) {
   return result;
 }
 
+/// What follows for two elements that were divided by their row's size: weight, bias (if Centre) and roundings.
+template <typename T, bool Centre, bool RoundFirst>
+__device__ typename Pair<T>::Type finished(float2 value, const float* weight, const float* bias) {
+  using P = Pair<T>;
+  if (RoundFirst) value = P::floats(P::rounded(value));
+  value.x *= weight[0];
+  value.y *= weight[1];
+  if (Centre) {
+    value.x += bias[0];
+    value.y += bias[1];
+  }
+  return P::rounded(value);
+}
+
 /// y, in x's dtype, of four elements of a row; `statistic`: -mean * rstd, which is as exact as the mean is, and rstd.
 template <typename T, bool Centre, bool RoundFirst>
 __device__ Four<T> normalised(const uint2& loaded, float2 statistic, const Parameters& by) {
@@ -234,14 +248,7 @@ __device__ Four<T> normalised(const uint2& loaded, float2 statistic, const Param
     float2 value = P::floats(x.pairs[i]);
     value.x = Centre ? fmaf(value.x, statistic.y, statistic.x) : value.x * statistic.y;
     value.y = Centre ? fmaf(value.y, statistic.y, statistic.x) : value.y * statistic.y;
-    if (RoundFirst) value = P::floats(P::rounded(value));
-    value.x *= by.weight[2 * i];
-    value.y *= by.weight[2 * i + 1];
-    if (Centre) {
-      value.x += by.bias[2 * i];
-      value.y += by.bias[2 * i + 1];
-    }
-    y.pairs[i] = P::rounded(value);
+    y.pairs[i] = finished<T, Centre, RoundFirst>(value, by.weight + 2 * i, by.bias + 2 * i);
   }
   return y;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,8 +105,12 @@ def test_rows_apart_in_memory_are_read_in_place_and_others_copied() -> None:
 
 
 def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance() -> None:
-    x = (256 + torch.randn(64, 16384, device="cuda")).to(torch.bfloat16)
-    mean, rstd = kernels.norm_quantize(x, None, None, 0.0, LAYER, number(1.0), E4M3, True, False, False, RULE)[5:]
+    keeps_its_variance(64, number(1.0))
+
+
+def keeps_its_variance(rows: int, scale: Tensor | None) -> None:
+    x = (256 + torch.randn(rows, 16384, device="cuda")).to(torch.bfloat16)
+    mean, rstd = kernels.norm_quantize(x, None, None, 0.0, LAYER, scale, E4M3, True, False, False, RULE)[5:]
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean(1, keepdim=True), rtol=1e-6, atol=0)
     wanted = exact.var(1, keepdim=True, unbiased=False).rsqrt()
@@ -132,7 +138,11 @@ def test_the_largest_finite_numbers_are_finite() -> None:
 
 def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
     x, (weight, bias) = matrix(8192, 4096), parameters(LAYER, 4096, torch.bfloat16)
-    task = (x, weight, bias, EPS, LAYER, number(30.0), E4M3, True, True, True, RULE)
+    repeats((x, weight, bias, EPS, LAYER, number(30.0), E4M3, True, True, True, RULE))
+
+
+def repeats(task: tuple[Any, ...]) -> None:
+    """Assert that calls and replays of ``kernels.norm_quantize(*task)`` give the same bits."""
     first = kernels.norm_quantize(*task)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

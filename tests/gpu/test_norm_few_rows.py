@@ -18,7 +18,7 @@ if native.missing(cuda=True):
     pytest.skip(native.missing(cuda=True), allow_module_level=True)
 
 from tests.gpu.test_kernels import agrees, matrix, number, poisoned_memory
-from tests.gpu.test_native_norm import E4M3, EPS, RULE, is_the_reference, parameters
+from tests.gpu.test_native_norm import E4M3, EPS, RULE, is_the_reference, keeps_its_variance, parameters, repeats
 
 __all__ = ["poisoned_memory"]  # a fixture that every test here uses
 
@@ -93,27 +93,13 @@ def test_a_bad_value_spoils_its_row_and_no_other(kind: str, bad: float) -> None:
 
 
 def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance() -> None:
-    x = (256 + torch.randn(FEW, 16384, device="cuda")).to(torch.bfloat16)
-    mean, rstd = kernels.norm_quantize(x, None, None, 0.0, LAYER, None, E4M3, True, False, False, RULE)[5:]
-    exact = x.double()
-    torch.testing.assert_close(mean.double(), exact.mean(1, keepdim=True), rtol=1e-6, atol=0)
-    wanted = exact.var(1, keepdim=True, unbiased=False).rsqrt()
-    torch.testing.assert_close(rstd.double(), wanted, rtol=1e-5, atol=0)
+    keeps_its_variance(FEW, None)
 
 
 def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
     for rows in (3, FEW):
         x, (weight, bias) = matrix(rows, 5120), parameters(LAYER, 5120, torch.bfloat16)
-        task = (x, weight, bias, EPS, LAYER, None, E4M3, True, False, True, RULE)
-        first = kernels.norm_quantize(*task)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = kernels.norm_quantize(*task)
-        for _ in range(20):
-            graph.replay()
-            for results in (kernels.norm_quantize(*task), captured):
-                for result, before in zip(results, first, strict=True):
-                    assert torch.equal(result.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
+        repeats((x, weight, bias, EPS, LAYER, None, E4M3, True, False, True, RULE))
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
