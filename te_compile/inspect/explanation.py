@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
@@ -38,6 +39,11 @@ from te_compile.passes import manager
 from te_compile.passes.manager import Compilation
 from te_compile.passes.names import KnownNames, owner
 from te_compile.passes.plan import Cause, Site
+
+_IN_PLACE = (
+    "Dynamo captures no {} that is compiled in place, for its forward is torch.nn's own: nothing of it runs in FP8; "
+    "this is about torch.compile(model, …)"
+)
 
 
 def explain(
@@ -63,6 +69,8 @@ def explain(
     look = _Look(given)
     if isinstance(target, nn.Module) and has_compiled_parts(target):
         look.notes.append("parts of the model are compiled by themselves; this is about the model compiled as a whole")
+    if isinstance(model, nn.Module) and model._compiled_call_impl is not None and trace_rules.check(model.forward):
+        look.notes.append(_IN_PLACE.format(type(model).__name__))
     look.run(target, args, kwargs)
     return _report(look, chosen, names, getattr(target, "__qualname__", type(target).__name__))
 

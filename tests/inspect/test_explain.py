@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import te_compile
 from te_compile.backend import te_fp8
 from te_compile.inspect import Report, explanation
+from te_compile.passes import manager
 from te_compile.state_files import state_dict
 
 TOKENS = 16
@@ -560,6 +561,23 @@ def test_a_compiled_model_is_explained_with_the_options_that_it_was_compiled_wit
     assert te_compile.stats(ways[0], x, loss=lambda y: y.sum()).recipe == "current"
     for other in (module, torch.compile(module, backend="eager"), torch.compile(module, backend="te_fp8")):
         assert te_compile.explain(other, x).recipe == "delayed"
+
+
+def test_a_module_of_torchs_own_that_is_compiled_in_place_is_told_to_be_captured_nowhere() -> None:
+    def sequential() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    x, in_place = torch.randn(4, 64), sequential()
+    in_place.compile(backend="te_fp8", options=QUICK)
+    with manager.recording() as records:
+        in_place(x)
+    assert not records, "Dynamo captures it now: the note has to go"
+    assert "Dynamo captures no Sequential that is compiled in place" in te_compile.explain(in_place, x).notes[0]
+    own = Block()
+    own.compile(backend="te_fp8", options=QUICK)
+    for other in (torch.compile(sequential(), backend="te_fp8", options=QUICK), own):
+        given = x if other is not own else torch.randn(TOKENS, 16)
+        assert not any("compiled in place" in note for note in te_compile.explain(other, given).notes)
 
 
 def test_a_failing_model_is_put_back_too() -> None:
