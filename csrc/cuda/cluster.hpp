@@ -29,6 +29,12 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
                : "memory");
 }
 
+/// Says that this thread has begun. Shared memory of a block that has not begun must not be touched by another.
+__device__ inline void has_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+/// Waits until every thread of the cluster has said so.
+__device__ inline void await_all_begun() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 /// Every thread of the cluster waits for every other; what was written to shared memory before is seen after.
 __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");

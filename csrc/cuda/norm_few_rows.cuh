@@ -45,12 +45,14 @@ __device__ void add_up(float (&values)[Rows], float (*of_warp)[Rows]) {
   }
 }
 
-/// The largest of all threads' numbers, in every block of the cluster. of_warp, of_block: this call's alone.
+/// The largest of all threads' numbers, in every block of the cluster; called once, behind `has_begun`. of_warp, of_block:
+/// this call's alone.
 __device__ float largest_of_all(float largest, float* of_warp, float* of_block) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
   __syncthreads();
+  await_all_begun();
   const int blocks = static_cast<int>(gridDim.x);
   const int other = static_cast<int>(threadIdx.x);
   if (other < blocks) {
@@ -133,6 +135,7 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
   using P = Pair<T>;
   __shared__ float sums[2][kFewWarps][Rows];
   __shared__ float largest_of_warp[kFewWarps], largest_of_block[kPortableCluster];
+  has_begun();
   await_before();
   let_next_begin();
   const int columns = task.columns;
