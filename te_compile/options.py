@@ -150,12 +150,20 @@ def _modules_around(name: str) -> list[str]:
 def _selected_by(selector: Selector, name: str, info: Any, local_name: str = "") -> str | None:
     """What in ``selector`` fits the module ``name`` or a module around it, as reports show it; None if nothing does."""
     if not isinstance(selector, tuple):
-        return f"function {getattr(selector, '__name__', selector)!r}" if selector(name, info) else None
+        return _chosen_by(selector, name, info)
     around = [*_modules_around(name), *_modules_around(local_name)]
     for pattern in selector:
         if any(fnmatchcase(each, pattern) for each in around):
             return f"pattern {pattern!r}"
     return None
+
+
+def _chosen_by(function: Callable[[str, Any], bool], name: str, info: Any) -> str | None:
+    called = f"function {getattr(function, '__name__', function)!r}"
+    try:
+        return called if function(name, info) else None
+    except Exception as error:
+        raise OptionError(f"{called} of include or exclude raised {error!r} for the linear {name!r}") from error
 
 
 def _key_of(value: Any) -> str:

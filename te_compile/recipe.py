@@ -34,6 +34,9 @@ from te_compile.function_keys import callable_key
 
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_MOST_MARGIN = (
+    16  # three more, and the largest value of a tensor is 0 in E4M3; as far the other way most of it saturates
+)
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 with the bits of 0xFF800000: what is left of an fp32 without its mantissa
 
 
@@ -146,7 +149,7 @@ class Recipe:
 class DelayedScaling(Recipe):
     """Scale from the amaxes of earlier steps.
 
-    margin: the scale is 2^margin smaller than what would just fit.
+    margin: the scale is 2^margin smaller than what would just fit; from -16 to 16.
     fp8_format: ``Format.HYBRID`` (gradients in E5M2) or ``Format.E4M3``; its name does too.
     amax_history_len: how many steps the window holds, the newest included.
     amax_compute_algo: "max" of the window, "most_recent", or a function of the history [L, n] of n tensors, newest
@@ -173,7 +176,7 @@ class DelayedScaling(Recipe):
     stateful: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_integer("margin", self.margin, -100, 100)
+        _require_integer("margin", self.margin, -_MOST_MARGIN, _MOST_MARGIN)
         object.__setattr__(self, "fp8_format", _as_format(self.fp8_format))
         _require_integer("amax_history_len", self.amax_history_len, 1)
         if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):

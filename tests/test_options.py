@@ -261,6 +261,15 @@ def test_a_local_name_fits_patterns_too_and_functions_judge_the_whole_one() -> N
     assert Options(exclude=lambda name, info: name == "fc").why_excluded("layers.0.fc", local_name="fc") is None
 
 
+@pytest.mark.parametrize("field", ["include", "exclude"])
+def test_a_function_that_raises_is_named_with_the_linear(field: str) -> None:
+    def picky(name: str, info: object) -> bool:
+        return info.no_such_attribute  # type: ignore[attr-defined]
+
+    with pytest.raises(OptionError, match=r"'picky' of include or exclude raised AttributeError.*'layers.0.fc'"):
+        Options(**{field: picky}).why_excluded("layers.0.fc")
+
+
 def test_options_must_be_a_dict_even_if_there_are_none() -> None:
     with pytest.raises(OptionError, match="must be a dict"):
         Options.resolve([])  # type: ignore[arg-type]

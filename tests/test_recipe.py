@@ -237,9 +237,10 @@ def no_arguments() -> int:
 @pytest.mark.parametrize(
     ("kind", "field", "value", "allowed"),
     [
-        (DelayedScaling, "margin", 1.5, "an integer from -100 to 100"),
+        (DelayedScaling, "margin", 1.5, "an integer from -16 to 16"),
         (DelayedScaling, "margin", True, "an integer"),
-        (DelayedScaling, "margin", 101, "from -100 to 100"),
+        (DelayedScaling, "margin", 17, "from -16 to 16"),
+        (DelayedScaling, "margin", -17, "from -16 to 16"),
         (DelayedScaling, "fp8_format", "E5M2", "Format.E4M3, Format.HYBRID"),
         (DelayedScaling, "amax_history_len", 0, "at least 1"),
         (DelayedScaling, "amax_history_len", "16", "at least 1"),

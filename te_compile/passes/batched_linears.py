@@ -20,6 +20,7 @@ from torch.fx import Node
 from te_compile.passes.captured_nodes import argument, called, size_hint, value_of
 from te_compile.passes.plan import Cause, Site
 from te_compile.passes.regions import Region
+from te_compile.passes.summed_products import PLAIN, factors_of, summed
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 from te_compile.passes.writing import Writer
 
@@ -33,9 +34,10 @@ def is_batched_product(node: Node) -> bool:
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
-    """What is added, x and the weight; None if the product is scaled or writes to an output of the caller's."""
+    """What is added, x and the weight; None if the product writes to an output of the caller's, or is scaled by what
+    nobody knows yet."""
     if called(node) == "baddbmm":
-        if len(node.args) > 3 or [node.kwargs.get(name, 1) for name in ("beta", "alpha")] != [1, 1]:
+        if len(node.args) > 3 or factors_of(node) is None:
             return None
         known = {"input", "batch1", "batch2", "beta", "alpha"}
         operands = tuple(argument(node, i, name) for i, name in enumerate(("input", "batch1", "batch2")))
@@ -97,8 +99,5 @@ def _spelled(site: Site, weights: Weights) -> tuple[Node, list[Site]]:
     write = Writer(site.node)
     result, spelled = one_by_one(write, site, site.x, site.weight, weights)
     if site.bias is not None:
-        result = write.call(operator.add, result, site.bias)
-        # Autocast casts what baddbmm adds, but no operand of a sum.
-        if value_of(result).dtype != value_of(site.node).dtype:
-            result = write.method("to", result, value_of(site.node).dtype)
+        result = summed(write, site.node, result, site.bias, factors_of(site.node) or PLAIN)
     return write.laid_out_like(result, site.node), spelled

@@ -1,16 +1,18 @@
-"""What torch.einsum is asked for: the letters of its operands and of its result."""
+"""What torch.einsum is asked for: the letters of its operands and of its result.
+
+``torch.tensordot`` and ``torch.inner`` are einsums by other names, and have letters too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 
 
 def _terms(equation: str, dimensions: list[int]) -> list[tuple[str, ...]] | None:
@@ -35,19 +37,66 @@ def _terms(equation: str, dimensions: list[int]) -> list[tuple[str, ...]] | None
 
 
 def is_einsum(node: Node) -> bool:
-    """Is ``node`` a call of torch.einsum with an equation?"""
-    return node.op == "call_function" and node.target is torch.einsum and isinstance(node.args[0], str)
+    """Is ``node`` a call of torch.einsum with an equation, or of what can be written so?"""
+    if node.op == "call_function" and node.target is torch.einsum:
+        return isinstance(node.args[0], str)
+    return node.op in ("call_function", "call_method") and node.target in _OTHER_NAMES
 
 
 def operands_and_terms(node: Node) -> tuple[list[Any], list[tuple[str, ...]] | None]:
     """What the einsum reads, and the letters of each and of its result; None if it is unusual."""
+    if node.target in _OTHER_NAMES:
+        names, terms_of = _OTHER_NAMES[node.target]
+        operands = [argument(node, position, name) for position, name in enumerate(names)]
+        return operands, terms_of(node, *operands) if all(map(is_tensor, operands)) else None
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = [*operands[0]]
-    values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in operands]
-    if any(not isinstance(value, Tensor) for value in values):
+    if not all(map(is_tensor, operands)):
         return operands, None
-    return operands, _terms(str(equation), [value.dim() for value in values])
+    return operands, _terms(str(equation), [value_of(each).dim() for each in operands])
+
+
+def _inner_terms(node: Node, left: Node, right: Node) -> list[tuple[str, ...]] | None:
+    """``inner(left[…, K], right[…, K])``."""
+    return _terms_without(left, right, [-1], [-1]) if not node.kwargs.keys() - {"input", "other"} else None
+
+
+def _tensordot_terms(node: Node, left: Node, right: Node) -> list[tuple[str, ...]] | None:
+    """``tensordot(left, right, dims)``: how many of the last and the first dimensions, or which of either."""
+    dims = argument(node, 2, "dims", 2)
+    if len(node.args) > 3 or node.kwargs.keys() - {"a", "b", "dims"}:
+        return None
+    if isinstance(dims, int):
+        return _terms_without(left, right, [*range(-dims, 0)], [*range(dims)])
+    lists = [*dims] if isinstance(dims, (list, tuple)) else []
+    if len(lists) != 2 or not all(isinstance(each, (list, tuple)) for each in lists):
+        return None
+    return _terms_without(left, right, *lists)
+
+
+def _terms_without(
+    left: Node, right: Node, summed: Sequence[Any], with_: Sequence[Any]
+) -> list[tuple[str, ...]] | None:
+    """The terms of a sum over dimensions ``summed`` of ``left``, each with one ``with_`` of ``right``."""
+    terms = []
+    for name, node, dimensions in (("l", left, summed), ("r", right, with_)):
+        length = value_of(node).dim()
+        if not all(isinstance(each, int) and -length <= each < length for each in dimensions):
+            return None
+        letters = [f"{name}{each}" for each in range(length)]
+        for number, each in enumerate(dimensions):
+            letters[each] = f"s{number}"
+        terms.append(tuple(letters))
+    of_result = [each for term in terms for each in term if not each.startswith("s")]
+    return [*terms, tuple(of_result)] if len(summed) == len(with_) else None
+
+
+_OTHER_NAMES: dict[Any, tuple[tuple[str, str], Callable[[Node, Node, Node], list[tuple[str, ...]] | None]]] = {
+    torch.inner: (("input", "other"), _inner_terms),
+    "inner": (("input", "other"), _inner_terms),
+    torch.tensordot: (("a", "b"), _tensordot_terms),
+}
 
 
 def adds_nothing_up(node: Node) -> bool:

@@ -3,9 +3,9 @@
 A linear is a product of an activation with a parameter, or with a matrix that is made from one. Some forms are lowered
 as they stand: ``F.linear``, a product of two matrices (``x @ weight.T``, ``torch.mm(x, weight)`` and their like) and
 ``addmm(bias, x, weight)``. The weight may be behind transpositions: te::linear reads both layouts, so these are left
-without a reader. Products with the weight on the left, einsums, convolutions, batched and grouped products are lowered
-if they are linears in disguise; each has a file of its own. Every other product with a parameter is recorded too, so
-that no report is silent about it.
+without a reader. Products with the weight on the left or with more added than a bias, einsums and their like,
+convolutions, batched and grouped products are lowered if they are linears in disguise; each has a file of its own.
+Every other product with a parameter is recorded too, so that no report is silent about it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from te_compile.flat_parameters import parameter_of
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
-from te_compile.passes.captured_nodes import argument, rows_of, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, is_tensor, rows_of, size_hint, value_of
 from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
 from te_compile.passes.enclosing_module import enclosing_module
 from te_compile.passes.function_transforms import transforms_around
@@ -36,6 +36,7 @@ from te_compile.passes.linear_einsums import einsum_site
 from te_compile.passes.names import KnownNames, module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Left, Region
+from te_compile.passes.summed_products import PLAIN, factors_of, sum_apart
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
 _PRODUCTS: dict[Any, str] = {
@@ -84,8 +85,7 @@ def _linear_site(region: Region, node: Node, weights: Weights) -> Site | None:
     out_features, in_features = map(size_hint, value_of(weight).shape)
     site = Site("", "linear", region, node, rows_of(value_of(x)), (in_features, out_features), x, weight, bias)
     if isinstance(value := value_of(bias), Tensor) and not same_sizes(value.shape, value_of(weight).shape[:1]):
-        given = f"its bias is one of shape {tuple(value.shape)}, which is broadcast"
-        site.keep(Cause.UNSUPPORTED, f"{given}; give it one number for each of the {out_features} features for FP8")
+        sum_apart(site, weight, weights)
     try:
         site.multiplies_by(weights.weight(weight, region, transposed=False, by_products=True))
     except NotAWeightError as reason:
@@ -126,17 +126,20 @@ def _matmul_site(region: Region, node: Node, weights: Weights) -> Site | None:
 
 
 def _addmm_site(region: Region, node: Node, weights: Weights) -> Site | None:
-    """``addmm(bias[N], x[M, K], weight[K, N])``."""
+    """``addmm(bias[N], x[M, K], weight[K, N])``, or with whatever else is added."""
     bias, x, weight = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
-    factors = [node.kwargs.get(name, 1) for name in ("beta", "alpha")]
-    value = value_of(bias) if isinstance(bias, Node) else None
-    if factors != [1, 1] or len(node.args) > 3 or "out" in node.kwargs or not isinstance(value, Tensor):
+    factors = factors_of(node)
+    if factors is None or len(node.args) > 3 or "out" in node.kwargs or not is_tensor(bias):
         return None
     site = _product_site(region, node, weights, "conv1d", x, weight, bias)
-    if site is None or value.dim() != 1 or size_hint(value.shape[0]) != site.features[1]:
+    if site is None:
         return None
-    if not site.transposed:
+    value = value_of(bias)
+    is_a_bias = value.dim() == 1 and size_hint(value.shape[0]) == site.features[1]
+    if not site.transposed or not is_a_bias:
         site.form = "addmm"
+    if not is_a_bias or factors != PLAIN:
+        sum_apart(site, weight, weights, factors)
     return site
 
 

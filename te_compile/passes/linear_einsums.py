@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import size_hint, value_of
+from te_compile.passes.captured_nodes import called, size_hint, value_of
 from te_compile.passes.einsum_letters import Letters, readings
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
@@ -52,7 +52,7 @@ def site_of(
     rows = math.prod(size_hint(x_shape[letters.x.index(each)]) for each in linear.rows)
     features = math.prod(sizes[each] for each in linear.summed), math.prod(sizes[each] for each in linear.new)
     linears = sizes.get(expert, 1)
-    return Site("", "einsum", region, node, rows, features, x, weight, linears=linears, root_weight=matrix.owner)
+    return Site("", called(node), region, node, rows, features, x, weight, linears=linears, root_weight=matrix.owner)
 
 
 def joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:

@@ -9,6 +9,9 @@ the call and the result back; the projections run on what lies behind the transp
 stays next to them, and so does the last one where nobody sees how its result lies in memory. And masks keep the size
 that they were given with, since attention broadcasts them.
 
+Inputs of one sequence are a batch of one. Keys and values that the module has itself (``add_bias_kv``,
+``add_zero_attn``) go behind those of its inputs.
+
 Self-attention multiplies by the whole packed weight. Where query, key and value differ, each multiplies by its rows of
 it; keys and values of one source, as in every decoder's cross-attention, by theirs together.
 """
@@ -23,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import argument, called, value_of
+from te_compile.passes.attention_module_masks import by_hint, is_mask, mask_of
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.memory_order import order_shows
@@ -50,11 +53,9 @@ def _number(option: Any) -> Any:
     return value_of(option) if isinstance(option, Node) else option
 
 
-def _is_mask(node: Any, dimensions: tuple[int, ...]) -> bool:
-    value = value_of(node) if isinstance(node, Node) else None
-    if not isinstance(value, Tensor):
-        return False
-    return value.dim() in dimensions and (value.dtype == torch.bool or value.is_floating_point())
+def _is_one_sequence(a: SimpleNamespace) -> bool:
+    """Are the inputs [L, E], without a batch?"""
+    return is_tensor(a.query) and value_of(a.query).dim() == 2
 
 
 def _behind_batch_first(operand: Node) -> tuple[Node, bool]:
@@ -72,17 +73,17 @@ def _why_closed(attention: Node, a: SimpleNamespace) -> str | None:
     """What keeps this call from being opened, None if nothing does."""
     flags = (a.training, a.need_weights, a.is_causal, a.average_attn_weights, a.add_zero_attn)
     operands = (a.query, a.key, a.value)
-    masks = ((a.key_padding_mask, (2,)), (a.attn_mask, (2, 3)))
+    masks = ((a.key_padding_mask, (1 if _is_one_sequence(a) else 2,)), (a.attn_mask, (2, 3)))
     results = {user.args[1] if user.target is operator.getitem else None for user in attention.users}
     known = all(isinstance(flag, bool) for flag in flags) and isinstance(_number(a.dropout_p), _NUMBERS)
     if not known or not isinstance(a.num_heads, int) or not isinstance(a.embed_dim_to_check, int):
         return "an attention whose options are computed in the graph; give them as Python values for FP8"
-    if any(option is not None for option in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
-        own = "add_bias_kv, add_zero_attn, static_k, static_v"
-        return f"an attention with keys and values of its own ({own}); leave these out for FP8"
-    if any(not isinstance(x, Node) or not isinstance(value_of(x), Tensor) or value_of(x).dim() != 3 for x in operands):
-        return "an attention without a batch dimension; give its inputs one for FP8"
-    if any(mask is not None and not _is_mask(mask, dimensions) for mask, dimensions in masks):
+    if a.static_k is not None or a.static_v is not None:
+        return "an attention with keys and values of its own (static_k, static_v); leave these out for FP8"
+    dimensions = {value_of(x).dim() if is_tensor(x) else None for x in operands}
+    if len(dimensions) > 1 or not dimensions <= {2, 3}:
+        return "an attention of unusual inputs; give it tensors of two dimensions, or of three with a batch, for FP8"
+    if any(mask is not None and not is_mask(mask, dimensions) for mask, dimensions in masks):
         return "an attention with an unusual mask; give a bool or floating one, [L, S] or [N · heads, L, S], for FP8"
     if not isinstance(value_of(attention), tuple) or not results <= ({0, 1} if a.need_weights else {0}):
         return "an attention whose results are used as a tuple; unpack them for FP8: out, weights = …"
@@ -131,37 +132,17 @@ def _projections(write: Writer, a: SimpleNamespace) -> list[Node]:
     ]
 
 
-def _added(write: Writer, mask: Node, dtype: torch.dtype) -> Node:
-    """A mask as what is added to the scores: -inf where a bool mask is true."""
-    if value_of(mask).dtype != torch.bool:
-        return mask
-    zeros = write.call(torch.zeros_like, mask, dtype=dtype)
-    return write.method("masked_fill", zeros, mask, -math.inf)
-
-
-def _mask(write: Writer, a: SimpleNamespace) -> Node | None:
-    """Both masks as one that broadcasts to [N, H, L, S]; None if there is nothing to add."""
-    dtype = value_of(a.query).dtype
-    padding = mask = None
-    if a.key_padding_mask is not None:
-        padding = _added(write, a.key_padding_mask, dtype)
-        for _ in range(2):
-            padding = write.method("unsqueeze", padding, 1)
-    if a.attn_mask is not None and not _by_hint(a):
-        mask = _added(write, a.attn_mask, dtype)
-        if value_of(mask).dim() == 2:
-            for _ in range(2):
-                mask = write.method("unsqueeze", mask, 0)
-        else:
-            mask = write.method("unflatten", mask, 0, (-1, a.num_heads))
-    if mask is None or padding is None:
-        return padding if mask is None else mask
-    return write.call(operator.add, mask, padding)
-
-
-def _by_hint(a: SimpleNamespace) -> bool:
-    """Is the mask known to be causal, and left out for the hint that says so?"""
-    return a.is_causal and a.key_padding_mask is None and not a.need_weights
+def _with_own_keys(write: Writer, heads: Node, row: Node | None, zero: bool) -> Node:
+    """Keys or values [N, H, S, D] and behind them those that the module has itself: a learned ``row`` [1, 1, E], and
+    zeros."""
+    like_one = write.method("narrow", heads, 2, 0, 1)
+    parts = [heads]
+    if row is not None:
+        learned = write.method("unflatten", row, -1, (value_of(heads).shape[1], -1))
+        parts.append(write.method("expand_as", write.method("permute", learned, 0, 2, 1, 3), like_one))
+    if zero:
+        parts.append(write.call(torch.zeros_like, like_one))
+    return write.call(torch.cat, parts, 2)
 
 
 def _with_weights(
@@ -205,13 +186,16 @@ def _order_shows(attention: Node) -> bool:
 def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
     """The call written out: its result [L, N, E] and the attention weights, if they are wanted."""
     q, k, v = _projections(write, a)
-    mask, weights = _mask(write, a), None
+    own_keys = (a.bias_k is not None) + a.add_zero_attn
+    if own_keys:
+        k, v = (_with_own_keys(write, *each, a.add_zero_attn) for each in ((k, a.bias_k), (v, a.bias_v)))
+    mask, weights = mask_of(write, a, own_keys), None
     dropout = a.dropout_p if a.training else 0.0
     if a.need_weights:
         result, weights = _with_weights(write, a, q, k, v, mask, dropout)
     else:
         result = write.call(
-            F.scaled_dot_product_attention, q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=_by_hint(a)
+            F.scaled_dot_product_attention, q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=by_hint(a)
         )
     _, batch_first = _behind_batch_first(a.query)
     batch_first = batch_first and not _is_dropped(write.place) and not _order_shows(write.place)
@@ -219,6 +203,17 @@ def _opened(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
     joined = write.method("flatten", write.method("permute", result, *order), -2)
     out = write.call(F.linear, joined, a.out_proj_weight, a.out_proj_bias)
     return write.method("transpose", out, 0, 1) if batch_first else out, weights
+
+
+def _opened_for_one(write: Writer, a: SimpleNamespace) -> tuple[Node, Node | None]:
+    """:func:`_opened` for inputs [L, E], as a batch of one; the results without it."""
+    if not _is_one_sequence(a):
+        return _opened(write, a)
+    batches = {each: write.method("unsqueeze", each, 1) for each in dict.fromkeys((a.query, a.key, a.value))}
+    padding = None if a.key_padding_mask is None else write.method("unsqueeze", a.key_padding_mask, 0)
+    of_batch = {name: batches[getattr(a, name)] for name in ("query", "key", "value")}
+    result, weights = _opened(write, SimpleNamespace(**{**vars(a), **of_batch, "key_padding_mask": padding}))
+    return write.method("squeeze", result, 1), None if weights is None else write.method("squeeze", weights, 0)
 
 
 def open_attention_modules(graph: Graph) -> int:
@@ -232,7 +227,7 @@ def open_attention_modules(graph: Graph) -> int:
         reason = left.get(attention) or _why_closed(attention, a)
         if reason is None:
             write = Writer(attention)
-            results = _opened(write, a)
+            results = _opened_for_one(write, a)
             # Autocast that begins inside the graph is not in force here, and the examples would lie about dtypes.
             if value_of(results[0]).dtype == value_of(attention)[0].dtype:
                 for user in list(attention.users):

@@ -204,11 +204,13 @@ def _product(func: Any, args: Any, kwargs: Any) -> Product | None:
     if func in _MATRICES:
         return (torch.bmm if func in (torch.bmm, Tensor.bmm) else torch.matmul), args[0], args[1], None
     if func is torch.addmm:
-        return torch.mm, args[1], args[2], args[0]
+        return _scaled(*args, **kwargs)
     if func is torch.baddbmm:
         return torch.bmm, args[1], args[2], args[0]
     if func is torch.einsum:
         return _einsum(*args)
+    if func in (torch.inner, torch.tensordot):
+        return _of_two(lambda left, right: func(left, right, *args[2:], **kwargs), *args[:2])
     if func in (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d):
         return _convolution(func, *args, **kwargs)
     if getattr(func, "__name__", "").split(".")[0] in _GROUPED:
@@ -232,12 +234,19 @@ def _experts(x: Tensor, w: Tensor, offs: Tensor | None = None, **_: Any) -> Prod
     return multiplied, x, w, None
 
 
+def _scaled(added: Tensor, x: Tensor, w: Tensor, beta: float = 1, alpha: float = 1) -> Product:
+    return (lambda x, w: alpha * torch.mm(x, w)), x, w, added if beta == 1 else beta * added
+
+
 def _einsum(equation: str, *operands: Tensor) -> Product | None:
-    if len(operands) != 2:
-        return None
-    if isinstance(operands[1], nn.Parameter):
-        return (lambda x, w: torch.einsum(equation, x, w)), operands[0], operands[1], None
-    return (lambda x, w: torch.einsum(equation, w, x)), operands[1], operands[0], None
+    return _of_two(lambda *both: torch.einsum(equation, *both), *operands) if len(operands) == 2 else None
+
+
+def _of_two(call: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Product:
+    """A product of an activation and a weight, whichever comes first."""
+    if isinstance(right, nn.Parameter):
+        return call, left, right, None
+    return (lambda x, w: call(w, x)), right, left, None
 
 
 def _convolution(

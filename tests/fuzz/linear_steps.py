@@ -95,14 +95,27 @@ def left(draft: Draft, x: str, k: int) -> None:
 
 
 def addmm(draft: Draft, x: str, k: int) -> None:
-    """Hugging Face's Conv1D."""
+    """Hugging Face's Conv1D, or with more than its bias added."""
     n, name = features(draft, k), draft.fresh("w")
-    made = draft.parameter(name, k, n, scale=f" / {k}**0.5") + draft.parameter(f"{name}_bias", n)
+    sizes, factors = draft.one_of(((n,), ""), ((n,), ""), ((1, n), ""), ((1, 1), ", beta=0.5"), ((n,), ", alpha=-2"))
+    made = draft.parameter(name, k, n, scale=f" / {k}**0.5") + draft.parameter(f"{name}_bias", *sizes)
     view = draft.one_of("view", "reshape")
-    code = f"{{o0}} = torch.addmm(self.{name}_bias, {{0}}.{view}(-1, {k}), self.{name})"
+    code = f"{{o0}} = torch.addmm(self.{name}_bias, {{0}}.{view}(-1, {k}), self.{name}{factors})"
     if draft.of(x).dim() > 2:
         code += f".{view}(*{{0}}.shape[:-1], {n})"
     draft.step(code, x, init=made)
+
+
+def dotted(draft: Draft, x: str, k: int) -> None:
+    """An einsum by another name."""
+    n = features(draft, k)
+    stored_kn = draft.chance(0.5)
+    w, made = weight(draft, *((k, n, k) if stored_kn else (n, k)))
+    calls = (f"tensordot({{0}}, self.{w}, 1)", f"tensordot({{0}}, self.{w}, dims=([-1], [0]))")
+    if not stored_kn:
+        calls = (f"inner({{0}}, self.{w})", f"tensordot({{0}}, self.{w}, ([{draft.of(x).dim() - 1}], [1]))")
+        draft.linears.append((w, made[0], (n, k)))
+    draft.step(f"{{o0}} = torch.{draft.one_of(*calls)}", x, init=made)
 
 
 def packed(draft: Draft, x: str, k: int) -> None:
@@ -236,16 +249,16 @@ def tied(draft: Draft, x: str, k: int) -> None:
 
 def torch_attention(draft: Draft, x: str, k: int) -> None:
     """torch.nn's own attention, whose linears are inside."""
-    if draft.of(x).dim() != 3 or k % 4:
+    if draft.of(x).dim() not in (2, 3) or k % 4:
         return
     name = draft.fresh("attention")
-    more = draft.one_of("", ", bias=False")
+    more = draft.one_of("", "", ", bias=False", ", add_bias_kv=True", ", add_zero_attn=True")
     made = [f"self.{name} = nn.MultiheadAttention({k}, 2, batch_first=True{more}{draft.module_kind()})"]
     weights = draft.one_of(", need_weights=False", "")
     draft.step(f"{{o0}} = self.{name}({{0}}, {{0}}, {{0}}{weights})[0]", x, init=made)
 
 
 FORMS: tuple[Form, ...] = (
-    function, function, module, module, product, product, left, addmm, packed, packed_heads, einsum, convolution,
-    patches, expression, experts, shared, tied, torch_attention,
+    function, function, module, module, product, product, left, addmm, dotted, packed, packed_heads, einsum,
+    convolution, patches, expression, experts, shared, tied, torch_attention,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from te_compile.inspect import Report
 from te_compile.options import Options
 from te_compile.passes import select, step_cost
 from te_compile.passes.plan import Site
+from tests.static_keys import StaticKeys
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -133,13 +134,10 @@ LINEARS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = 
     "autocast": ("autocast", lambda: (With(under_autocast), rows()), {}),
     "bilinear": ("bilinear", lambda: (nn.Sequential(Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH))), rows()), {}),
     "einsum": ("einsum", lambda: (With(lambda m, x: torch.einsum("ij,ij->i", x, m.weight[:LENGTH])), rows()), {}),
-    "addmm": ("addmm", lambda: (With(lambda m, x: torch.addmm(m.fc.bias, x, m.fc.weight, alpha=2)), rows()), {}),
+    "addmm": ("addmm", lambda: (With(lambda m, x: torch.addmm(m.fc.bias, x, m.fc.weight, beta=0)), rows()), {}),
     "vmap": ("vmap", lambda: (With(lambda m, x: torch.vmap(m.fc)(x)), rows()), {}),
     "experts": ("65 experts", lambda: (With(lambda m, x: x @ m.all, all=experts(65)), torch.randn(65, 4, WIDTH)), {}),
-    "no batch": ("batch", lambda: (nn.Sequential(Thrice(nn.MultiheadAttention(WIDTH, 2))), rows()), {}),
-    "bias of keys": ("add_bias_kv", lambda: (
-        nn.Sequential(Thrice(nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True))), rows()[None]
-    ), {}),
+    "static keys": ("static_k", lambda: (nn.Sequential(StaticKeys(WIDTH, 2)), rows()[None]), {}),
 }  # fmt: skip
 
 
@@ -152,13 +150,6 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x, x)
-
-
-class Thrice(Twice):
-    """A module of three inputs and several results."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x, x, x)[0]
 
 
 def experts(count: int) -> nn.Parameter:

@@ -38,6 +38,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "matmul": (lambda x, w, b: x @ w, False),
     "bmm of the transpose": (lambda x, w, b: torch.bmm(x, w.transpose(1, 2)), True),
     "baddbmm": (lambda x, w, b: torch.baddbmm(b, x, w), False),
+    "scaled baddbmm": (lambda x, w, b: torch.baddbmm(b, x, w, beta=0.5, alpha=2.0), False),
 }
 
 
@@ -58,11 +59,12 @@ def test_each_expert_is_a_linear(form: str, around: str) -> None:
     dx, x.grad = x.grad, None
     matrices = model.weight if turned else model.weight.transpose(1, 2)
     parts = [emulated_linear(each, matrix) for each, matrix in zip(x, matrices, strict=True)]
-    expected = torch.stack(parts) + (model.bias if form == "baddbmm" else 0.0)
+    beta, alpha = {"baddbmm": (1.0, 1.0), "scaled baddbmm": (0.5, 2.0)}.get(form, (0.0, 1.0))
+    expected = alpha * torch.stack(parts) + beta * model.bias
     expected_dx, expected_dw = torch.autograd.grad(expected.square().mean(), (x, model.weight), retain_graph=True)
     assert error_but_for_ties(y, expected) < 1e-4 and error_but_for_ties(dx, expected_dx) < 1e-3
     assert error_but_for_ties(got["weight"], expected_dw) < 1e-3
-    if form == "baddbmm":
+    if beta:
         (expected_db,) = torch.autograd.grad(expected.square().mean(), model.bias)
         assert error_but_for_ties(got["bias"], expected_db) < 1e-3
 
@@ -110,11 +112,11 @@ def test_experts_that_stay_in_high_precision_stay_one_product() -> None:
 @pytest.mark.parametrize(
     "function",
     (
-        lambda x, w, b: torch.baddbmm(b, x, w, beta=0.5),
+        lambda x, w, b: torch.baddbmm(b, x, w, beta=0),
         lambda x, w, b: torch.matmul(x[0], w),
         lambda x, w, b: torch.matmul(x.unsqueeze(0), w),
     ),
-    ids=("scaled", "one matrix for all", "another batch"),
+    ids=("addend not read", "one matrix for all", "another batch"),
 )
 def test_other_batches_are_reported_and_left(function: Callable[..., Tensor]) -> None:
     site = only_site(Experts(function, EXPERTS, 32, 48), torch.randn(EXPERTS, 7, 32))

@@ -65,10 +65,10 @@ def test_addmm_with_the_weight_on_the_right_is_a_conv1d() -> None:
 
 
 @pytest.mark.parametrize("factors", [{"beta": 0.5}, {"alpha": 2.0}])
-def test_addmm_with_factors_is_reported_and_not_lowered(factors: dict[str, float]) -> None:
+def test_addmm_with_factors_is_written_out(factors: dict[str, float]) -> None:
     bias = nn.Parameter(torch.randn(48))
     site = only_site(With(lambda x, w, b: torch.addmm(bias, x, w, **factors), 32, 48), torch.randn(5, 32))
-    assert site.status == "kept" and "addmm" in site.reason
+    assert (site.form, site.features, site.status) == ("conv1d", (32, 48), "fp8") and site.spell is not None
 
 
 TURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -145,19 +145,12 @@ def test_addmm_with_a_transposed_weight_is_a_linear_with_bias(function: Callable
     assert site.bias is not None and site.bias.op == "placeholder"
 
 
-@pytest.mark.parametrize("bias", ((1,), (5, 48), (5, 1)))
-def test_addmm_with_more_or_less_than_one_bias_a_feature_is_kept(bias: tuple[int, ...]) -> None:
-    added = torch.randn(bias)
-    site = only_site(With(lambda x, w, b: torch.addmm(added, x, w.T), 48, 32), torch.randn(5, 32))
-    assert site.cause is Cause.UNSUPPORTED and "addmm" in site.reason
-
-
 @pytest.mark.parametrize(
     ("form", "function"),
     (
         ("matmul", lambda x, w, b: w @ x[0]),
-        ("inner", lambda x, w, b: torch.inner(x, w)),
-        ("tensordot", lambda x, w, b: torch.tensordot(x, w, ([1], [1]))),
+        ("inner", lambda x, w, b: torch.inner(x, w[0])),
+        ("tensordot", lambda x, w, b: torch.tensordot(x, w[:5], 2)),
         ("addmm_", lambda x, w, b: torch.zeros(5, 48).addmm_(x, w.T)),
         ("addbmm", lambda x, w, b: torch.addbmm(b, x[None], w.T[None])),
         ("mv", lambda x, w, b: torch.mv(w, x[0])),
@@ -167,7 +160,7 @@ def test_addmm_with_more_or_less_than_one_bias_a_feature_is_kept(bias: tuple[int
         ("multi_dot", lambda x, w, b: torch.linalg.multi_dot([x, w.T, w])),
         ("matmul", lambda x, w, b: torch.matmul(x, w.view(4, 12, 32).transpose(1, 2))),
         ("einsum", lambda x, w, b: torch.einsum("mk,nk->m", x, w)),
-        ("addmm", lambda x, w, b: torch.addmm(x @ w.detach().T, x, w.T, beta=0.5)),
+        ("addmm", lambda x, w, b: torch.addmm(x @ w.detach().T, x, w.T, beta=0)),
     ),
 )
 def test_other_products_with_a_parameter_are_kept_with_their_form(form: str, function: Callable[..., Tensor]) -> None:
@@ -237,13 +230,6 @@ def test_products_in_a_row_train_like_high_precision_inside_a_checkpoint() -> No
 def test_a_product_of_two_activations_is_no_linear() -> None:
     _, plan = regions_and_plan(lambda x: x @ x.T, torch.randn(5, 32))
     assert not plan.sites
-
-
-@pytest.mark.parametrize("bias", [(40, 48), (40, 1), (1, 48)])
-def test_an_addmm_with_a_matrix_added_is_reported_by_its_weight(bias: tuple[int, int]) -> None:
-    added = nn.Parameter(torch.randn(*bias))
-    site = only_site(With(lambda x, w, b: torch.addmm(added, x, w), 32, 48), torch.randn(40, 32))
-    assert (site.features, site.status) == ((32, 48), "kept") and "addmm" in site.reason
 
 
 @pytest.mark.parametrize("kdim", [None, 48])
@@ -330,30 +316,6 @@ def test_a_linear_in_a_function_of_the_users_is_one_and_goes_by_the_name_of_its_
     assert len(report.rows) == 2 and "autograd_function_apply" in rows["block.own"].reason
     torch._dynamo.reset()
     train_step(model, compiled(model, strict=True, exclude=[pattern]), x)
-
-
-@pytest.mark.parametrize("shape", [(1,), (), (1, 48), (8, 48), (8, 1)], ids=str)
-@pytest.mark.parametrize("training", [True, False])
-def test_a_bias_that_is_broadcast_keeps_its_linear_and_says_so(shape: tuple[int, ...], training: bool) -> None:
-    class Broadcast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.randn(shape))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight, self.bias)
-
-    model, x = Broadcast(), torch.randn(8, 32)
-    with torch.set_grad_enabled(training):
-        y = compiled(model)(x)
-        torch.testing.assert_close(y, model(x))
-    if training:
-        got, wanted = (torch.autograd.grad(each.sum(), model.bias)[0] for each in (y, model(x)))
-        torch.testing.assert_close(got, wanted)
-    (row,) = te_compile.explain(model, x).rows
-    assert row.status == "kept" and f"its bias is one of shape {shape}" in row.reason
-    with pytest.raises(Exception, match="its bias is one of shape"):
-        compiled(model, strict=True)(x)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, partial(nn.RNNCell, nonlinearity="relu"), nn.RNNCell])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import te_compile
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause
 from tests.capturing import only_site, regions_and_plan
@@ -59,6 +60,58 @@ def test_an_einsum_that_is_a_linear_is_one(equation: str) -> None:
     (dx_expected, dw_expected) = torch.autograd.grad(expected.square().mean(), (x, model.weight))
     assert error_but_for_ties(y, expected) < 1e-4 and error_but_for_ties(dx, dx_expected) < 1e-3
     assert error_but_for_ties(got["weight"], dw_expected) < 1e-3
+
+
+NAMES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, tuple[int, ...], tuple[int, ...]]] = {
+    "inner": (torch.inner, "bsd,nd->bsn", (2, 5, 32), (48, 32)),
+    "x.inner": (lambda x, w: x.inner(w), "bsd,hkd->bshk", (2, 5, 32), (3, 16, 32)),
+    "inner, the weight first": (lambda x, w: torch.inner(w, x), "bsd,nd->nbs", (2, 5, 32), (48, 32)),
+    "dims=1": (lambda x, w: torch.tensordot(x, w, dims=1), "bsd,dn->bsn", (2, 5, 32), (32, 48)),
+    "two by default": (torch.tensordot, "bshk,hkn->bsn", (2, 5, 4, 8), (4, 8, 48)),
+    "lists": (lambda x, w: torch.tensordot(x, w, ([2], [1])), "bsd,nd->bsn", (2, 5, 32), (48, 32)),
+    "in another order": (
+        lambda x, w: torch.tensordot(x, w, dims=[[-1, 1], [0, 2]]), "bhsk,knh->bsn", (2, 4, 5, 8), (8, 48, 4),
+    ),
+    "tensordot, the weight first": (
+        lambda x, w: torch.tensordot(w, x, ([1], [2])), "bsd,nd->nbs", (2, 5, 32), (48, 32),
+    ),
+}  # fmt: skip
+"""By other names: the call, as which einsum, shapes of x and weight."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensordot_and_inner_are_einsums(name: str) -> None:
+    call, equation, x_shape, shape = NAMES[name]
+    model, x = Einsum(equation, *shape), torch.randn(x_shape, requires_grad=True)
+    expected_y, expected = train_step(model, compiled(model, strict=True), x)
+    expected_dx, x.grad = x.grad, None
+
+    def run(x: Tensor) -> Tensor:
+        return call(x, model.weight)
+
+    assert torch.allclose(run(x), model(x), atol=1e-4)
+    te_compile.reset_state(model)
+    with manager.recording() as records:
+        y, got = train_step(model, compiled(run, strict=True), x)
+    (site,) = records[0].plan.sites
+    assert (site.form in ("inner", "tensordot"), site.status, site.features) == (True, "fp8", (32, 48))
+    assert y.shape == expected_y.shape and y.stride() == run(x).stride()
+    for found, wanted in ((y, expected_y), (x.grad, expected_dx), (got["weight"], expected["weight"])):
+        assert error_but_for_ties(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.tensordot(x, w, dims=0),
+        lambda x, w: torch.tensordot(x, w[:5], dims=([0, 1], [0, 1])),
+        lambda x, w: torch.inner(x[:, :1], w[:, :1]),
+    ],
+    ids=("outer", "no new feature", "one number a row"),
+)
+def test_tensordots_that_are_no_linears_stay(call: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight, x = nn.Parameter(torch.randn(48, 32)), torch.randn(5, 32)
+    torch.testing.assert_close(compiled(lambda x: call(x, weight))(x), call(x, weight))
 
 
 def _features_last(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from te_compile.passes.plan import Cause
 from te_compile.passes.text import ops_text
 from tests.capturing import captured
 from tests.compiling import compiled, cosine, train_step
+from tests.static_keys import StaticKeys
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -241,23 +242,69 @@ def trained(
     return compilations, y, grads
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "reason"),
-    (
-        (_attention(add_bias_kv=True), (5, 3, WIDTH), "add_bias_kv"),
-        (_attention(add_zero_attn=True), (5, 3, WIDTH), "add_zero_attn"),
-        (_attention(), (5, WIDTH), "batch dimension"),
-    ),
-)
-def test_unusual_attention_stays_closed_and_says_why(
-    model: nn.MultiheadAttention, shape: tuple[int, ...], reason: str
-) -> None:
-    gm, _ = captured(lambda x: model(x, x, x)[0], torch.randn(shape))
+def test_an_attention_of_keys_that_are_made_already_stays_closed_and_says_why() -> None:
+    model, x = StaticKeys(WIDTH, HEADS), tokens(False)
+    gm, _ = captured(model, x)
     before = ops_text(gm.graph)
     assert open_attention_modules(gm.graph) == 0 and ops_text(gm.graph) == before
-    (compilation,), _, _ = trained(model, lambda x: model(x, x, x)[0], torch.randn(shape))
+    (compilation,), _, _ = trained(model, model, x)
     assert {site.cause for site in compilation.plan.sites} == {Cause.UNSUPPORTED}
-    assert all(reason in site.reason for site in compilation.plan.sites)
+    assert all("static_k" in site.reason for site in compilation.plan.sites)
+
+
+OWN_KEYS = ({"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True})
+
+
+@pytest.mark.parametrize("need_weights", (True, False))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("own", OWN_KEYS, ids=lambda own: " ".join(own))
+def test_keys_of_its_own_are_behind_the_others(own: dict[str, bool], mask: str, need_weights: bool) -> None:
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=random.random() < 0.5, **own)
+    given = {name.replace("src_key", "key").replace("src", "attn"): value for name, value in MASKS[mask]().items()}
+
+    def run(x: Tensor) -> Any:
+        return model(x, x, x, need_weights=need_weights, **given)
+
+    assert_computes_the_same(model, run, tokens(model.batch_first))
+
+
+ONE_SEQUENCE: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "float": lambda: {"attn_mask": torch.randn(LENGTH, LENGTH)},
+    "bool per head": lambda: {"attn_mask": _hides(HEADS, LENGTH, LENGTH)},
+    "padding": lambda: {"key_padding_mask": _hides(LENGTH)},
+    "both": lambda: {"attn_mask": torch.randn(LENGTH, LENGTH), "key_padding_mask": torch.randn(LENGTH)},
+}
+
+
+@pytest.mark.parametrize("averaged", (True, False, None))
+@pytest.mark.parametrize("mask", ONE_SEQUENCE)
+@pytest.mark.parametrize("own", ({}, *OWN_KEYS), ids=lambda own: " ".join(own) or "plain")
+def test_one_sequence_is_a_batch_of_one(own: dict[str, bool], mask: str, averaged: bool | None) -> None:
+    model, given = nn.MultiheadAttention(WIDTH, HEADS, batch_first=random.random() < 0.5, **own), ONE_SEQUENCE[mask]()
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        weights = {"need_weights": averaged is not None, "average_attn_weights": bool(averaged)}
+        return model(x, y, y, **weights, **given)
+
+    assert_computes_the_same(model, run, torch.randn(LENGTH + 2 if mask == "none" else LENGTH, WIDTH),
+                             torch.randn(LENGTH, WIDTH))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ((BATCH, LENGTH, WIDTH), (LENGTH, WIDTH)), ids=("batch", "one sequence"))
+@pytest.mark.parametrize("dynamic", (True, None))
+def test_an_attention_with_keys_of_its_own_trains_in_fp8(shape: tuple[int, ...], dynamic: bool | None) -> None:
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+
+    def run(x: Tensor) -> Tensor:
+        return model(x, x, x, need_weights=False)[0]
+
+    fast = compiled(run, dynamic=dynamic, strict=True)
+    for length in (0, 3):
+        x = torch.randn(*shape[:-2], shape[-2] + length, WIDTH)
+        (y, found), (exact, wanted) = (train_step(model, each, x) for each in (fast, run))
+        assert cosine(y, exact) > 0.99
+        assert all(cosine(found[name], wanted[name]) > 0.97 for name in wanted)
 
 
 def test_an_attention_whose_tuple_is_taken_whole_stays_closed() -> None:
