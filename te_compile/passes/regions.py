@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
+from te_compile.passes.captured_nodes import is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.sizes import all_same
 
 ENTERED = ("tag_activation_checkpoint",)
 """Higher-order ops whose body is traced in place, once, with the call's own operands: safe to rewrite inside."""
@@ -112,14 +115,23 @@ class Left(NamedTuple):
     handed: dict[Node, Node]
 
 
-def _handed(region: Region, call: Node, body: GraphModule) -> dict[Node, Node]:
-    """The root's nodes that the placeholders of a user's forward stand for."""
-    operands, placeholders = call.args[2:], body.graph.find_nodes(op="placeholder")
-    if len(operands) != len(placeholders):
+def _handed(region: Region, call: Node, name: str, body: GraphModule) -> dict[Node, Node]:
+    """The root's nodes that the placeholders of a body stand for: the last of what the operator is given, or all of it
+    for a user's forward. Where an operator hands in something else, as one that maps slices does, nothing is known."""
+    placeholders = body.graph.find_nodes(op="placeholder")
+    given = call.args[2:] if name == _OF_THE_USER else pytree.tree_leaves(call.args)
+    if len(given) < len(placeholders):
         return {}
-    pairs = zip(placeholders, operands, strict=True)
+    pairs = zip(placeholders, given[len(given) - len(placeholders) :], strict=True)
     known = {inner: region.at_root(outer) for inner, outer in pairs if isinstance(outer, Node)}
-    return {inner: outer for inner, outer in known.items() if outer is not None}
+    return {inner: outer for inner, outer in known.items() if outer is not None and _look_alike(inner, outer)}
+
+
+def _look_alike(inner: Node, outer: Node) -> bool:
+    if not (is_tensor(inner) and is_tensor(outer)):
+        return False
+    shapes = value_of(inner).shape, value_of(outer).shape
+    return len(shapes[0]) == len(shapes[1]) and all_same(*shapes)
 
 
 def _bodies(region: Region) -> Iterator[tuple[Node, str, GraphModule]]:
@@ -143,7 +155,7 @@ def regions_of(module: GraphModule) -> tuple[list[Region], list[Left]]:
             if name in ENTERED and calls[id(body)] == 1 and call not in transformed:
                 entered.append(Region(body, region, call))
             else:
-                left.append(Left(name, body, _handed(region, call, body) if name == _OF_THE_USER else {}))
+                left.append(Left(name, body, _handed(region, call, name, body)))
     for each in left:  # what is inside of those is left with them
         left += [Left(name, inner, {}) for _, name, inner in _bodies(Region(each.body))]
     return entered, left

@@ -222,6 +222,20 @@ def test_blocks_that_share_a_graph_and_linears_outside_of_any_are_told() -> None
     assert any("in no captured graph" in note and note.endswith("last") for note in report.notes)
 
 
+def test_linears_in_the_branches_of_a_cond_have_been_captured() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.yes, self.no = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda t: self.yes(t), lambda t: self.no(t), (x,))
+
+    report = te_compile.explain(Branches(), torch.randn(8, 32))
+    assert [(row.name, row.status) for row in report.rows] == [("yes", "kept"), ("no", "kept")]
+    assert not any("in no captured graph" in note for note in report.notes)
+
+
 def test_a_linear_outside_of_any_graph_is_told_though_a_graph_reads_its_weight() -> None:
     """As those are of adapters that scale by the norm of their base."""
 

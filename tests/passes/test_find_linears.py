@@ -271,6 +271,7 @@ def test_linears_in_bodies_that_are_left_alone_are_reported_as_such() -> None:
         _, plan = regions_and_plan(branch, torch.randn(4, 16))
     (site,) = plan.sites
     assert site.status == "kept" and "cond" in site.reason
+    assert site.root_weight is not None and plan.parameters[site.root_weight] is fc.weight
 
 
 def test_products_of_every_form_in_bodies_that_are_not_entered_are_kept_with_the_operators_name() -> None:
