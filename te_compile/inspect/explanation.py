@@ -32,7 +32,7 @@ from te_compile.inspect.attentions import AttentionRow
 from te_compile.inspect.compiled_options import options_of
 from te_compile.inspect.fusions import Use, implementations_in, uses_in
 from te_compile.inspect.report import GraphPass, Report, Row
-from te_compile.inspect.target import fresh, uncompiled, undisturbed
+from te_compile.inspect.target import fresh, notes_on_writes, uncompiled, undisturbed
 from te_compile.inspect.untouched import has_compiled_parts
 from te_compile.options import Options
 from te_compile.passes import manager
@@ -103,7 +103,7 @@ class _Look:
     options: dict[str, Any]
     captured: list[_Captured] = field(default_factory=list)
     breaks: dict[str, None] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    changed: list[nn.Parameter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _pending: list[_Captured] = field(default_factory=list)
     _counted: Counter[str] = field(default_factory=Counter)
@@ -202,7 +202,7 @@ def _report(look: _Look, chosen: Options, names: KnownNames | None, model: str) 
         by_operator.setdefault(operator, {})[name] = count
     if not compilations:
         notes.append("torch.compile captured no graph, so nothing was looked at")
-    notes += [f"the forward pass writes to the parameter {name}; this run did, too" for name in look.changed]
+    notes += notes_on_writes(look.changed, names)
     notes += _names_that_differ(compilations, names)
     selectable = [site.name for compilation in compilations for site in compilation.plan.sites]
     if chosen.recipe.fp8_dpa:
@@ -315,7 +315,7 @@ def _never_captured(looked_at: Sequence[_Captured], names: KnownNames | None) ->
     missing = [
         names.modules[id(module)]
         for module in names.model.modules()
-        if isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        if isinstance(weight := module._parameters.get("weight"), nn.Parameter)
         and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
         and id(weight) not in seen
     ]

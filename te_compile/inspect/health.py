@@ -13,6 +13,7 @@ from te_compile.flat_parameters import has_flat_parameters
 from te_compile.inspect.compiled_options import options_of
 from te_compile.inspect.measurement import Measuring, measure
 from te_compile.inspect.statistics import Statistics, TensorStatistics, figures, statistics_of, summed
+from te_compile.inspect.target import notes_on_writes
 from te_compile.options import Options
 from te_compile.parameter_names import unwrapped
 from te_compile.passes.names import KnownNames, owner
@@ -47,9 +48,11 @@ def stats(
     if args or kwargs:
         if loss is not None and not callable(loss):
             raise TypeError(f"loss={loss!r}: must be a function of what the model returns, which gives one number")
-        rows = _measured(measure(model, chosen, loss, args, kwargs), names, chosen.recipe)
-        notes = () if rows else ("no linear of this call runs in FP8; te_compile.explain says why",)
-        return Statistics(tuple(rows), chosen.recipe.name, measured=True, notes=notes)
+        seen = measure(model, chosen, loss, args, kwargs)
+        rows = _measured(seen, names, chosen.recipe)
+        notes = [] if rows else ["no linear of this call runs in FP8; te_compile.explain says why"]
+        notes += notes_on_writes(seen.changed, names)
+        return Statistics(tuple(rows), chosen.recipe.name, measured=True, notes=tuple(notes))
     if names is None:
         raise TypeError(f"stats without an example call takes a module, not {type(model).__name__}")
     rows = _remembered(names, chosen.recipe)

@@ -56,6 +56,7 @@ class Measuring(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.changed: list[nn.Parameter] = []  # what the forward pass wrote to
         self.found: dict[tuple[int, str, str], list[Tensor]] = {}
         self.scales: dict[tuple[int, str, str], Tensor] = {}
         self.parameters: dict[int, nn.Parameter] = {}
@@ -188,7 +189,7 @@ def measure(
         signature = rewrite(gm, example_inputs, chosen, compilation)
         return torch._dynamo.disable(_Graph(gm, signature, chosen, mode, plan).__call__)
 
-    with undisturbed(target, backend, args, kwargs, []) as (own_args, own_kwargs):
+    with undisturbed(target, backend, args, kwargs, mode.changed) as (own_args, own_kwargs):
         compiled = torch.compile(fresh(target), backend=backend)
         out = compiled(*own_args, **own_kwargs)
         if torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from te_compile.inspect.untouched import compiler_state, module_state, own_arguments, random_numbers, tensor_values
+from te_compile.inspect.tensor_values import tensor_values
+from te_compile.inspect.untouched import compiler_state, module_state, own_arguments, random_numbers
 from te_compile.parameter_names import unwrapped
 from te_compile.passes.names import KnownNames
 
@@ -95,11 +96,11 @@ def undisturbed(
     backend: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    changed: list[str],
+    changed: list[nn.Parameter],
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Inside, ``target`` may be compiled with ``backend`` and run on what is yielded; afterwards all is as it was.
 
-    The names of parameters that were written to all the same, which are too large to copy, go to ``changed``.
+    Parameters that were written to all the same, which are too large to copy, go to ``changed``.
     """
     modules = modules_of(target, args, kwargs)
     parameters = [each for module in modules for each in module._parameters.values() if each is not None]
@@ -113,3 +114,10 @@ def undisturbed(
         stack.enter_context(tensor_values(tensors))
         stack.enter_context(compiler_state(backend))
         yield own_args, own_kwargs
+
+
+def notes_on_writes(changed: Iterable[nn.Parameter], names: KnownNames | None) -> list[str]:
+    """What a report says of parameters that the forward pass writes to."""
+    aliases = {} if names is None else names.aliases
+    called = [aliases.get(id(each), [f"of shape {tuple(each.shape)}"])[0] for each in changed]
+    return [f"the forward pass writes to the parameter {name}; this run did, too" for name in called]

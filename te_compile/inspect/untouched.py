@@ -25,7 +25,8 @@ from torch._dynamo.eval_frame import OptimizedModule, cached_backends
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensor
+
+from te_compile.inspect.tensor_values import tensor_values
 
 _ENOUGH = 1 << 30  # compilations per function: a limit that the user's own have reached must not stop a look
 
@@ -46,7 +47,7 @@ def random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[None]:
+def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> Iterator[None]:
     """Put back attributes and buffers of ``modules``; parameters that changed, too many to copy, go to ``changed``.
 
     Of what attributes hold, lists, dicts, sets and tensors are put back, too; other objects stay as a look leaves them.
@@ -63,8 +64,8 @@ def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[N
     written += [buffer for module in scripted for buffer in module.buffers(recurse=False)]
     _own_containers(modules, written)
     values = tensor_values(written)
-    parameters = [(n, p) for module in modules for n, p in module._parameters.items() if p is not None]
-    versions = [(name, parameter, _version(parameter)) for name, parameter in parameters]
+    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    versions = [(parameter, _version(parameter)) for parameter in parameters.values()]
     for module in modules:
         if module.__dict__.get("_compiled_call_impl") is not None:
             module.__dict__["_compiled_call_impl"] = None
@@ -81,7 +82,7 @@ def module_state(modules: Iterable[nn.Module], changed: list[str]) -> Iterator[N
             _put_back(module._modules, named)
         for store, tensors in stores:
             _put_back(store, tensors)
-        changed += [name for name, parameter, version in versions if _version(parameter) != version]
+        changed += [parameter for parameter, version in versions if _version(parameter) != version]
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
@@ -125,39 +126,6 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
         now.clear()
         now.update(before)
-
-
-@contextmanager
-def tensor_values(tensors: Iterable[Tensor | None]) -> Iterator[None]:
-    """Put back the values of tensors that are written to; parameters, too large to copy, are left out."""
-    kept = []
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            with torch.no_grad():
-                kept.append((tensor, tensor.detach().clone()))
-    try:
-        yield
-    finally:
-        for tensor, value in kept:
-            # Their version counters would not do: batch norm writes its statistics without counting.
-            if not _same_bits(tensor, value):
-                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-                    tensor.copy_(value)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in every bit, NaN or not; whether a tensor was written to must be told without writing to it."""
-    if isinstance(a, FakeTensor):
-        return True  # it has no values
-    if type(a) is not Tensor or a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
-        return a.shape == b.shape and torch.equal(a, b)
-    plain = [torch.resolve_neg(torch.resolve_conj(t.detach())) for t in (a, b)]
-    whole = [torch.view_as_real(t) if t.is_complex() else t for t in plain]
-    # Of one size with the elements: a view of another size would want them side by side.
-    return torch.equal(*(t.view(_INTEGERS[t.element_size()]) for t in whole))
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -206,7 +174,7 @@ def compiler_state(backend: Callable[..., Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            for code in dict.fromkeys(codes):
+            for code in {id(code): code for code in codes}.values():  # Dynamo's own may have no hash
                 _drop_entries(code, backend)
             _drop_backend(backend)
             sizes.clear()

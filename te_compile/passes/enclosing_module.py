@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo import eval_frame
 from torch.fx import GraphModule
 
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 _ENTRY = "compile_wrapper"  # what torch.compile puts around what it compiles
 _ENTRY_FILE = eval_frame.__file__
 
@@ -25,7 +25,8 @@ def enclosing_module() -> nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code in _CALLS:
+        # By identity: Dynamo's code may hold constants, as a closure's globals, by which it cannot be hashed or compared.
+        if any(code is each for each in _CALLS):
             module = frame.f_locals["self"]
             outermost = outermost if isinstance(module, GraphModule) else module
         elif code.co_filename == _ENTRY_FILE:

@@ -27,7 +27,7 @@ from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
-from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS
+from te_compile.passes.weight_expressions import DTYPES, in_plain_tensors
 
 NARROWEST_HEAD = 64
 FEWEST_QUERIES = 128
@@ -61,7 +61,7 @@ def _why_not_these_kinds(node: Node) -> str:
     for what, operand in zip(("query", "key", "value", "result"), (*_operands(node), node), strict=True):
         value, kind = value_of(operand), wrapped_kind(operand)
         if kind:
-            return f"its {what} is a {kind}; {PLAIN_TENSORS}"
+            return f"its {what} is a {kind}; {in_plain_tensors(kind)}"
         if not isinstance(value, Tensor):
             return f"its {what} has no dtype and shape on record; nothing to do: it cannot be judged"
         if value.dtype not in DTYPES:

@@ -29,7 +29,7 @@ from te_compile.passes.regions import Region
 from te_compile.passes.sizes import all_same
 from te_compile.passes.speed import fp8_microseconds, high_precision_microseconds
 from te_compile.passes.step_cost import too_dear_to_launch
-from te_compile.passes.weight_expressions import DTYPES, PLAIN_TENSORS, is_given
+from te_compile.passes.weight_expressions import DTYPES, in_plain_tensors, is_given
 
 Verdict = tuple[Cause, str] | None
 
@@ -237,7 +237,7 @@ def by_kind(site: Site, options: Options) -> Verdict:
     for what, node in (("input", site.x), ("weight", site.weight), ("result", site.node)):
         kind = wrapped_kind(node)
         if kind:
-            return Cause.UNSUPPORTED, f"its {what} is a {kind}; {PLAIN_TENSORS}"
+            return Cause.UNSUPPORTED, f"its {what} is a {kind}; {in_plain_tensors(kind)}"
     return None
 
 

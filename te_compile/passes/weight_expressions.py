@@ -37,8 +37,12 @@ from te_compile.passes.regions import Region
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of parameters and of linears that FP8 copies are made of."""
 
-PLAIN_TENSORS = "give it plain tensors for FP8, as FSDP around compiled blocks does"
-"""What to do about operands that are sharded or otherwise wrapped."""
+
+def in_plain_tensors(kind: str) -> str:
+    """What to do about an operand of this class, which is sharded or otherwise wrapped."""
+    how = ", as FSDP around compiled blocks does" if kind == "DTensor" else ""
+    return f"give it plain tensors for FP8{how}"
+
 
 TRANSPOSITIONS = {"T", "mT", "t", "transpose", "swapaxes", "swapdims", "permute"}
 _MOST_NODES = 64  # that are copied for one weight
@@ -189,7 +193,8 @@ class Weights:
             raise NotAWeightError(_NO_PARAMETER)
         for leaf in owned:
             if nodes and wrapped_kind(leaf):
-                raise NotAWeightError(f"its weight is made from a {wrapped_kind(leaf)}; {PLAIN_TENSORS}")
+                kind = wrapped_kind(leaf)
+                raise NotAWeightError(f"its weight is made from a {kind}; {in_plain_tensors(kind)}")
             if nodes and value_of(leaf).dtype not in DTYPES:
                 what = f"its weight is made from a parameter of {value_of(leaf).dtype}"
                 raise NotAWeightError(f"{what}; load the model unquantised, in bfloat16 say, for FP8")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import te_compile
 from te_compile.passes import manager
 from te_compile.passes.enclosing_module import enclosing_module
 from tests.compiling import compiled, know_the_backend
@@ -34,6 +35,31 @@ class OnTheStack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lm_head(self.opaque(self.body(x))).relu()
+
+
+class WithAClosure(nn.Module):
+    """Dynamo makes the closure anew behind the break, in code whose constants have no hash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def activation(t: Tensor) -> Tensor:
+            return t.relu()
+
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return activation(self.second(x))
+
+
+def test_a_closure_may_live_across_a_break() -> None:
+    model, x = WithAClosure(), torch.randn(8, 64)
+    with manager.recording() as records:
+        y = compiled(model)(x)
+    assert [site.name for record in records for site in record.plan.sites] == ["first", "second"]
+    assert (y - model(x)).norm() < 0.1 * model(x).norm()
+    assert [row.name for row in te_compile.explain(model, x).rows] == ["first", "second"]
 
 
 class Block(nn.Module):
