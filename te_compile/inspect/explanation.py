@@ -315,7 +315,7 @@ def _never_captured(looked_at: Sequence[_Captured], names: KnownNames | None) ->
     missing = [
         names.modules[id(module)]
         for module in names.model.modules()
-        if isinstance(weight := module._parameters.get("weight"), nn.Parameter)
+        if (weight := dict(module.named_parameters(recurse=False)).get("weight")) is not None
         and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
         and id(weight) not in seen
     ]

@@ -51,6 +51,7 @@ def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> I
     """Put back attributes and buffers of ``modules``; parameters that changed, too many to copy, go to ``changed``.
 
     Of what attributes hold, lists, dicts, sets and tensors are put back, too; other objects stay as a look leaves them.
+    So do numbers, truths and texts where a parameter changed: a model that scales its weights once notes that it has.
     Inside, none of the modules is compiled: a part that the user has compiled by itself is looked at, not run by him.
     """
     modules = list(modules)
@@ -76,13 +77,13 @@ def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> I
         with values:
             yield
     finally:
+        changed += [parameter for parameter, version in versions if _version(parameter) != version]
         for module, before in attributes:
-            _put_back(module.__dict__, before)
+            _put_back(module.__dict__, before | _notes_in(module, before) if changed else before)
         for module, named in children:
             _put_back(module._modules, named)
         for store, tensors in stores:
             _put_back(store, tensors)
-        changed += [parameter for parameter, version in versions if _version(parameter) != version]
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
@@ -111,6 +112,15 @@ def _own_containers(modules: list[nn.Module], tensors: list[Tensor | None]) -> N
         for name, value in list(module.__dict__.items()):
             if name not in _OF_EVERY_MODULE:
                 module.__dict__[name] = own(value)
+
+
+def _notes_in(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of ``module`` that are numbers, truths or texts, and were something of that kind before."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in _OF_EVERY_MODULE and all(isinstance(each, _UNCHANGEABLE) for each in (value, before.get(name)))
+    }
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

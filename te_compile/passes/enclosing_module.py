@@ -25,7 +25,7 @@ def enclosing_module() -> nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        # By identity: Dynamo's code may hold constants, as a closure's globals, by which it cannot be hashed or compared.
+        # By identity: Dynamo's code may hold what has no hash, as the globals of a closure that it makes anew.
         if any(code is each for each in _CALLS):
             module = frame.f_locals["self"]
             outermost = outermost if isinstance(module, GraphModule) else module

@@ -59,7 +59,9 @@ def _components(path: str) -> tuple[str, list[str]] | None:
     before = ""
     for i, (part, is_attribute) in enumerate(below):
         is_store = part in _STORES and (is_attribute or before == "__dict__") and i + 1 < len(below)
-        if not (part in plumbing or is_store or before == "__closure__"):
+        if part == "__self__":  # the object of a bound method, ``forward`` for one, that the object before holds
+            kept = kept[:-1]
+        elif not (part in plumbing or is_store or before == "__closure__"):
             kept.append(part)
         before = part
     return root[0], kept

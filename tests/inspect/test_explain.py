@@ -538,8 +538,11 @@ def test_a_forward_that_writes_to_a_parameter_is_owned_up_to() -> None:
                 self.weight.clamp_(-0.5, 0.5)
             return super().forward(x)
 
-    report = te_compile.explain(Clipped(16, 16), x16())
-    assert any("writes to the parameter weight" in note for note in report.notes)
+    model = nn.Sequential(nn.Linear(16, 16), Clipped(16, 16))
+    (note,) = te_compile.explain(model, x16()).notes
+    assert "writes to the parameter 1.weight" in note
+    (note,) = te_compile.stats(model, x16(), loss=torch.mean).notes
+    assert "writes to the parameter 1.weight" in note
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 64))])

@@ -162,3 +162,28 @@ def test_outside_of_a_compilation_there_is_none() -> None:
     assert enclosing_module() is None
     Looks()(torch.zeros(1))
     assert seen == [None]
+
+
+class Wrapped(nn.Module):
+    """Its call goes to a method that the module holds, as accelerate's hooks have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.fc(x).relu())
+
+
+def test_a_method_that_the_module_holds_gives_no_prefix() -> None:
+    model, x = nn.Sequential(Wrapped(), Wrapped()), torch.randn(8, 64)
+    options: dict[str, Any] = {"exclude": ["0.fc", "1.out"], "compiler": "aot_eager"}
+    for each, names in ((model, ("0.fc", "0.out", "1.fc", "1.out")), (model[0], ("fc", "out"))):
+        report = te_compile.explain(each, x, options=options)
+        assert [row.name for row in report.rows] == list(names)
+        with manager.recording() as records:
+            compiled(each, **options)(x)
+        sites = [(site.name, site.status) for record in records for site in record.plan.sites]
+        assert sites == [(row.name, row.status) for row in report.rows]
+        assert not any("graph break" in note for note in report.notes)

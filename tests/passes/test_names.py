@@ -40,6 +40,14 @@ def test_a_path_of_dynamos_becomes_the_users_name(path: str, name: str) -> None:
     assert dotted(path) == name
 
 
+@pytest.mark.parametrize("forward", ["forward", "_old_forward"])
+def test_the_object_of_a_method_that_a_module_holds_is_the_module(forward: str) -> None:
+    """``module.forward = …`` is how wrappers get between a module and its call, accelerate's among them."""
+    assert dotted(f"L['self'].{forward}.__self__._modules['fc']._parameters['weight']") == "fc.weight"
+    inner = f"_modules['layers']._modules['0'].__dict__['{forward}'].__self__"
+    assert dotted(f"L['self'].{forward}.__self__.{inner}.fc.weight") == "layers.0.fc.weight"
+
+
 @pytest.mark.parametrize("reserved", ["module", "self", "model", "fn", "L", "G"])
 def test_modules_that_are_really_called_so_keep_their_names(reserved: str) -> None:
     assert dotted(f"L['self']._modules['{reserved}']._parameters['weight']") == f"{reserved}.weight"
