@@ -161,6 +161,9 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
     site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
+    if weights.from_the_call.isdisjoint(node.all_input_nodes):
+        why = "all that it multiplies belongs to the model, as where a weight is scaled by its norm"
+        site.keep(Cause.RULE, f"{why}; nothing to do: FP8 is for products with what comes from the call")
     in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)

@@ -17,6 +17,7 @@ writes to what they read, and no autocast begins around them; where that cannot 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ class Weights:
             for node in region.graph.nodes
             for changed in written_by(node)
         } - {None}
+        self.regions = regions
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
         self.transformed = {node for region in regions for node in transforms_around(region.graph)}
 
@@ -218,6 +220,18 @@ class Weights:
                 return None
             waiting += [(each, place) for each in source.all_input_nodes]
         return max(owned, key=lambda leaf: value_of(leaf).numel()) if owned else None
+
+    @functools.cached_property
+    def from_the_call(self) -> set[Node]:
+        """All that is computed from what the model was called with."""
+        found: set[Node] = set()
+        for region in self.regions:  # a body comes after what calls it
+            for node in region.graph.nodes:
+                source = origin(node, region)[0]
+                is_handed_in = isinstance(source, Node) and source not in self.parameters and is_given(source)
+                if is_handed_in or not found.isdisjoint((source, *node.all_input_nodes)):
+                    found.add(node)
+        return found
 
     def _require_unwritten(self, nodes: Iterable[Any]) -> None:
         if any(storage_of(node) in self.written for node in nodes if isinstance(node, Node)):

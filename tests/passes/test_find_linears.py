@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import te_compile
 from te_compile.passes.plan import Cause
 from tests.capturing import only_site, regions_and_plan
-from tests.compiling import compiled, cosine, train_step
+from tests.compiling import compiled, cosine, relative_error, train_step
 from tests.passes.test_regions import Own
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -317,6 +318,20 @@ def test_a_linear_in_a_function_of_the_users_is_one_and_goes_by_the_name_of_its_
     assert len(report.rows) == 2 and "autograd_function_apply" in rows["block.own"].reason
     torch._dynamo.reset()
     train_step(model, compiled(model, strict=True, exclude=[pattern]), x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_only_the_model_takes_part_in_is_kept_by_rule(training: bool) -> None:
+    """Spectral norm multiplies each weight by vectors of its own."""
+    model, x = nn.Sequential(spectral_norm(nn.Linear(64, 64)), nn.Linear(64, 64)).train(training), torch.randn(8, 64)
+    report = te_compile.explain(model, x)
+    inside = [row for row in report.rows if row.form == "mv"]
+    assert inside and all(row.status == "kept" and "belongs to the model" in row.reason for row in inside)
+    assert report.totals["kept_by_rule"] == len(inside)
+    if not training:
+        torch._dynamo.reset()
+        y = model(x)
+        assert relative_error(compiled(model, strict=True)(x), y) < 0.1
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, partial(nn.RNNCell, nonlinearity="relu"), nn.RNNCell])
