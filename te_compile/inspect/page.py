@@ -78,7 +78,7 @@ def tiles(report: Report) -> list[Markup]:
     ran = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
     share = percent(report.fp8_flops_fraction)
     if not totals["eligible_flops"]:
-        share, ran = "–", "no linear is eligible"
+        share, ran = "–", "the call had no rows" if totals["fp8"] else "no linear is eligible"
     return [
         _tile(share, "of the eligible linear FLOPs in FP8", ran),
         _tile(f"{totals['fp8']} of {totals['linears']}", "linears in FP8"),

@@ -75,7 +75,7 @@ def attention_cells(report: Report) -> list[tuple[str, str, str, str]]:
 def summary(report: Report) -> list[str]:
     """What is read first."""
     totals = report.totals
-    share = "; none is eligible"
+    share = "" if totals["fp8"] else "; none is eligible"
     if totals["eligible_flops"]:
         flops = f"{flops_text(totals['fp8_flops'])} of {flops_text(totals['eligible_flops'])} a forward"
         share = f", {percent(report.fp8_flops_fraction)} of the eligible linear FLOPs ({flops})"

@@ -33,6 +33,12 @@ def test_where_nothing_is_eligible_no_share_is_claimed() -> None:
     assert "no linear is eligible" in nothing.to_html()
 
 
+def test_a_call_of_no_rows_has_eligible_linears_all_the_same() -> None:
+    before = report([row("fc")])
+    empty = report([row("fc")], totals={**before.totals, "eligible_flops": 0, "fp8_flops": 0})
+    assert "1 of 1 linears in FP8\n" in str(empty) and "no linear is eligible" not in empty.to_html()
+
+
 def test_the_fraction_is_that_of_the_eligible_flops() -> None:
     assert report([row("fc")]).fp8_flops_fraction == 0.9
     nothing = dict.fromkeys(report([]).totals, 0)
