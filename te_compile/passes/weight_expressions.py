@@ -12,7 +12,8 @@ when it is quantised, and once is enough.
 All weights of a graph are quantised together in front of it, so such a matrix is computed there a second time, from
 copies of its nodes, and the originals stay for its gradient, which flows on to the parameter by autograd. (What is then
 computed twice and read once, the compiler drops.) A copy gives the same value if the nodes are deterministic, nobody
-writes to what they read, and no autocast begins around them; where that cannot be seen the linear is kept.
+writes to what they read, and no autocast begins around them. A matrix of which that cannot be seen, as one with noise
+or of a model that writes to its weights, is quantised where it is read, by each linear that reads it.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ class Matrix:
 
     ``owner`` is the root placeholder of the parameter that has its FP8 state; ``nodes``, with their regions, lead from
     placeholders of the root to the value, in order, and are empty where the value is the parameter itself.
+    ``in_place``: it cannot be computed a second time, so each linear that reads it quantises it there.
     """
 
     value: Node
     owner: Node
     nodes: tuple[tuple[Node, Region], ...] = ()
+    in_place: bool = False
 
     def copied(self, graph: Graph, copies: dict[Node, Node]) -> Node:
         """The value at the insertion point of the root's ``graph``; ``copies`` are those made for other matrices."""
@@ -102,6 +105,10 @@ AUTOCAST_OUTSIDE = "begin it around the compiled model for FP8"
 
 class NotAWeightError(Exception):
     """Why a matrix belongs to no parameter, or cannot be quantised in front of the graph."""
+
+
+class NotInFrontError(NotAWeightError):
+    """Why a matrix that belongs to a parameter cannot be computed in front of the graph: there it would be another."""
 
 
 def origin(node: Any, region: Region) -> tuple[Any, Region]:
@@ -145,12 +152,12 @@ class Weights:
 
     def __init__(self, regions: list[Region], parameters: Mapping[Node, Parameter]) -> None:
         self.parameters = parameters
-        self.written = {
-            storage_of(origin(changed, region)[0])
-            for region in regions
-            for node in region.graph.nodes
-            for changed in written_by(node)
-        } - {None}
+        self.writers: dict[int | None, list[Node]] = {}  # by the memory that they write to
+        for region in regions:
+            for node in region.graph.nodes:
+                for changed in written_by(node):
+                    self.writers.setdefault(storage_of(origin(changed, region)[0]), []).append(node)
+        self.written = self.writers.keys() - {None}
         self.regions = regions
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
         self.transformed = {node for region in regions for node in transforms_around(region.graph)}
@@ -165,6 +172,17 @@ class Weights:
         """
         if not isinstance(node, Node) or not isinstance(value_of(node), Tensor) or value_of(node).dim() != dimensions:
             raise NotAWeightError("its weight is no matrix; give it two dimensions for FP8")
+        try:
+            return self._in_front(node, region, transposed, by_products)
+        except NotInFrontError:
+            owner = self.owner(node, region) if dimensions == 2 else None
+            if owner is None or wrapped_kind(owner) or value_of(owner).dtype not in DTYPES:
+                raise
+            if not self._is_written_before_it_is_read(node, region):
+                raise
+            return Weight(node, transposed, Matrix(node, owner, in_place=True))
+
+    def _in_front(self, node: Node, region: Region, transposed: bool, by_products: bool) -> Weight:
         found: tuple[Node, bool, Node, Region] | None = None
         inner, place = node, region
         while True:
@@ -233,10 +251,25 @@ class Weights:
                     found.add(node)
         return found
 
+    def _is_written_before_it_is_read(self, node: Node, region: Region) -> bool:
+        """Do all writes to ``node``, and to what it is made from, come before whatever else reads it?
+
+        A linear may keep its weight for backward, and autograd forbids to change what is kept.
+        """
+        waiting, sources = [(node, region)], dict[Node, None]()
+        while waiting:
+            source, place = origin(*waiting.pop())
+            if isinstance(source, Node) and source not in sources:
+                sources[source] = None
+                waiting += [(each, place) for each in source.all_input_nodes]
+        writers = {each for source in sources for each in self.writers.get(storage_of(source), ())}
+        readers = node.users.keys() - writers
+        return all(each.graph is region.graph and each < reader for each in writers for reader in readers)
+
     def _require_unwritten(self, nodes: Iterable[Any]) -> None:
         if any(storage_of(node) in self.written for node in nodes if isinstance(node, Node)):
             why = "the model writes to its weight in place, or to what that is made from"
-            raise NotAWeightError(f"{why}; write outside of the compiled function for FP8")
+            raise NotInFrontError(f"{why}; write outside of the compiled function for FP8")
 
     def _collect(
         self,
@@ -263,7 +296,7 @@ class Weights:
         begun.add(source)
         if len(begun) > _MOST_NODES:
             why = f"its weight is computed in the graph by more than {_MOST_NODES} operations"
-            raise NotAWeightError(f"{why}; make it in fewer for FP8")
+            raise NotInFrontError(f"{why}; make it in fewer for FP8")
         self._require_repeatable(source, place, by_products)
         for each in source.all_input_nodes:
             self._collect(each, place, nodes, leaves, begun, by_products)
@@ -282,9 +315,9 @@ class Weights:
         seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
         if seeded or _RANDOM.search(name):
             why = f"{prefix} by {name}, which gives another result each time"
-            raise NotAWeightError(f"{why}; nothing to do: its FP8 copy would not be the weight")
+            raise NotInFrontError(f"{why}; nothing to do: its FP8 copy would not be the weight")
         if node in self.under_autocast:
-            raise NotAWeightError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
+            raise NotInFrontError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
 
