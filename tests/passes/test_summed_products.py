@@ -120,6 +120,12 @@ def test_a_weight_on_the_left_is_reported() -> None:
     assert site.cause is Cause.UNSUPPORTED and "addmm" in site.reason
 
 
-def test_a_weight_that_is_written_to_says_so() -> None:
-    site = only_site(Added(lambda a, x, w: F.linear(x, w.clone().mul_(2.0), a), 1), torch.randn(7, 32))
+def test_a_weight_that_is_written_to_once_it_was_read_says_so() -> None:
+    def written(a: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w, a)
+        with torch.no_grad():
+            w.mul_(2.0)
+        return y
+
+    site = only_site(Added(written, 1), torch.randn(7, 32))
     assert site.cause is Cause.UNSUPPORTED and "in place" in site.reason
