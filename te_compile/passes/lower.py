@@ -74,14 +74,13 @@ class Signature:
 
 @dataclass
 class _Weight:
-    """A quantised matrix on the root graph; all None but ``scale``, if there is one, where linears quantise it. Then
-    ``amaxes`` come from these."""
+    """A quantised matrix on the root graph; all None but ``scale``, if there is one, where linears quantise it."""
 
     codes: Node | None = None
     codes_transposed: Node | None = None
     scale_inv: Node | None = None
+    amax: Node | None = None
     scale: Node | None = None
-    amaxes: list[Node] = field(default_factory=list)
 
 
 def _new_placeholder(graph: Graph, name: str) -> Node:
@@ -249,7 +248,7 @@ class _Lowering:
                 self._slice(codes, layout.row_starts[i], height, width),
                 self._slice(transposed, layout.column_starts[i], width, height),
                 self.call(torch.select, self.call(torch.select, scale_inv, 0, i), 0, 0),
-                amaxes=[] if amax is None else [self.call(torch.select, amax, 0, i)],
+                None if amax is None else self.call(torch.select, amax, 0, i),
             )
         return quantized
 
@@ -290,9 +289,9 @@ class _Lowering:
         """The one update of all forward states, last in the graph."""
         of_matrices: dict[Node, list[Node]] = {}
         for matrix in self.matrices:
-            found = quantized[matrix.value].amaxes
-            assert found, "training asks for the amaxes of weights"
-            of_matrices.setdefault(matrix.owner, []).extend(found)
+            amax = quantized[matrix.value].amax
+            assert amax is not None, "training asks for the amaxes of weights"
+            of_matrices.setdefault(matrix.owner, []).append(amax)
         values = []
         for weight in self.weights:
             values += [self._largest(amaxes[weight]), self._largest(of_matrices[weight])]
@@ -336,8 +335,7 @@ def _lower_site(
     """Replace the site's node by its ``te::`` operator in its own region; returns the root's node of the amax of x.
 
     ``became`` maps linears lowered before to their results: one linear may read another's. A weight that is quantised
-    there gets its amax from the first linear that reads it; from each, if it may be another one for each, as where the
-    model writes to it in between.
+    there gets its amax from the first linear that reads it.
     """
     region, node = site.region, site.node
     x, bias = (became.get(operand, operand) if operand is not None else None for operand in (site.x, site.bias))
@@ -354,8 +352,7 @@ def _lower_site(
             x = _owned_rows(x, site.ends, node)
         out = region.graph.call_function(target, (x, stored, beside, *brought, value_of(node).dtype, config, *last))
         y, amax = (region.graph.call_function(operator.getitem, (out, i)) for i in range(2))
-        is_new = not weight.amaxes or (site.matrix is not None and site.matrix.in_place)
-        weight_amax = region.graph.call_function(operator.getitem, (out, 2)) if is_new else None
+        weight_amax = region.graph.call_function(operator.getitem, (out, 2)) if weight.amax is None else None
     for new in (out, y):
         new.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
     y.meta["example_value"] = node.meta["example_value"]
@@ -363,7 +360,7 @@ def _lower_site(
     region.graph.erase_node(node)
     became[node], site.node = y, out
     if weight_amax is not None and weight.scale_inv is None:
-        weight.amaxes.append(region.send_out(weight_amax))
+        weight.amax = region.send_out(weight_amax)
     return region.send_out(amax)
 
 
