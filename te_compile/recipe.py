@@ -34,9 +34,8 @@ from te_compile.function_keys import callable_key
 
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-_MOST_MARGIN = (
-    16  # three more, and the largest value of a tensor is 0 in E4M3; as far the other way most of it saturates
-)
+# Three more, and the largest value of a tensor is 0 in E4M3; as far the other way most of it saturates.
+_MOST_MARGIN = 16
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 with the bits of 0xFF800000: what is left of an fp32 without its mantissa
 
 

@@ -128,6 +128,7 @@ def _handed(region: Region, call: Node, name: str, body: GraphModule) -> dict[No
 
 
 def _look_alike(inner: Node, outer: Node) -> bool:
+    """Are both tensors of one shape?"""
     if not (is_tensor(inner) and is_tensor(outer)):
         return False
     shapes = value_of(inner).shape, value_of(outer).shape

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +65,6 @@ def _spelled(
     multiplied = write.product(product, site.x, weight)
     result = summed(write, site.node, multiplied, site.bias, factors)
     spelled = replace(site, node=multiplied, bias=None, spell=None)
-    is_linear: dict[str, Any] = {"transposed": product is not F.linear, "by_products": product is F.linear}
-    spelled.multiplies_by(weights.weight(weight, site.region, **is_linear))
+    is_linear = product is F.linear
+    spelled.multiplies_by(weights.weight(weight, site.region, transposed=not is_linear, by_products=is_linear))
     return write.laid_out_like(result, site.node), [spelled]

@@ -183,6 +183,7 @@ class Weights:
             return Weight(node, transposed, Matrix(node, owner, in_place=True))
 
     def _in_front(self, node: Node, region: Region, transposed: bool, by_products: bool) -> Weight:
+        """:meth:`weight`, as a matrix that is computed in front of the graph. Raises NotAWeightError."""
         found: tuple[Node, bool, Node, Region] | None = None
         inner, place = node, region
         while True:
