@@ -114,13 +114,18 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def chosen(variants: Iterable[Variant], only: str) -> list[Variant]:
     """The variants that ``only`` names, or all; a name that does not exist ends the program with the list of names."""
-    found = list(variants)
+    (found,) = chosen_of_each([variants], only)
+    return found
+
+
+def chosen_of_each(works: Iterable[Iterable[Variant]], only: str) -> list[list[Variant]]:
+    """The same of several works, whose variants differ: a name is to exist in one of them."""
+    found = [list(variants) for variants in works]
     names = [name for name in only.split(",") if name]
-    unknown = set(names) - {variant.name for variant in found}
-    if unknown:
-        available = ", ".join(variant.name for variant in found)
-        raise SystemExit(f"--only: no variant {', '.join(sorted(unknown))}; there are {available}")
-    return [variant for variant in found if not names or variant.name in names]
+    there = list(dict.fromkeys(variant.name for variants in found for variant in variants))
+    if unknown := set(names) - set(there):
+        raise SystemExit(f"--only: no variant {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+    return [[variant for variant in variants if not names or variant.name in names] for variants in found]
 
 
 def known(option: str, given: str, names: Iterable[str]) -> list[str]:

@@ -489,20 +489,20 @@ def main() -> int:
         arguments.iters = min(arguments.iters, 3)
     rows = measure.Rows(arguments.out)
     measure.describe_device(rows)
-    for name in models:
-        for work in works:
-            if work == "decode" and not MODELS[name].decodes:
-                continue
-            padded = arguments.padded and not MODELS[name].images
-            task = Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype], padded)
-            what = {"what": "model", "model": name, "work": work, "attn": task.attn, "dtype": arguments.dtype}
-            what |= {"padded": True} if padded else {}
-            chosen = measure.chosen(variants(task), arguments.only)
-            if arguments.turns:
-                in_turns(task, chosen, what, rows, arguments.iters)
-                continue
-            for variant in chosen:
-                measure.attempt(variant, rows, what, partial(measure_variant, task=task, arguments=arguments))
+    tasks = [
+        Task(name, work, arguments.attn, measure.DTYPES[arguments.dtype], arguments.padded and not MODELS[name].images)
+        for name in models
+        for work in works
+        if work != "decode" or MODELS[name].decodes
+    ]
+    for task, chosen in zip(tasks, measure.chosen_of_each(map(variants, tasks), arguments.only), strict=True):
+        what = {"what": "model", "model": task.name, "work": task.work, "attn": task.attn, "dtype": arguments.dtype}
+        what |= {"padded": True} if task.padded else {}
+        if arguments.turns and chosen:
+            in_turns(task, chosen, what, rows, arguments.iters)
+            continue
+        for variant in chosen:
+            measure.attempt(variant, rows, what, partial(measure_variant, task=task, arguments=arguments))
     return rows.exit_status()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks import measure
-from benchmarks.measure import Rows, Runnable, Variant, attempt, chosen, cosine, sqnr, telling
+from benchmarks.measure import Rows, Runnable, Variant, attempt, chosen, chosen_of_each, cosine, sqnr, telling
 
 
 def a_variant(name: str, ours: bool = False) -> Variant:
@@ -57,6 +57,13 @@ def test_only_picks_variants_and_refuses_unknown_names() -> None:
     assert [each.name for each in chosen(variants, "b")] == ["b"]
     with pytest.raises(SystemExit, match=r"no variant c; there are a, b"):
         chosen(variants, "a,c")
+
+
+def test_of_several_works_each_has_those_of_the_named_variants_that_it_knows() -> None:
+    works = [[a_variant("a"), a_variant("b")], [a_variant("b"), a_variant("c")]]
+    assert [[each.name for each in one] for one in chosen_of_each(works, "a,b")] == [["a", "b"], ["b"]]
+    with pytest.raises(SystemExit, match=r"no variant d; there are a, b, c"):
+        chosen_of_each(works, "a,d")
 
 
 def test_rows_are_json_lines_on_screen_and_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
