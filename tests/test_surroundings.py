@@ -231,6 +231,18 @@ def test_blocks_compiled_one_by_one_share_code_and_no_state() -> None:
     assert len(state_dict(model)) == 2 * 4 * 4
 
 
+def test_of_blocks_compiled_one_by_one_each_follows_options_of_its_own() -> None:
+    """Patterns see names from the block on, so one block is left alone by options that the others do not have."""
+    model = Stack(layers=3)
+    kept: list[dict[str, list[str]]] = [{"exclude": ["down"]}, {"exclude": ["*"]}, {}]
+    for block, options in zip(model.blocks, kept, strict=True):
+        block.compile(backend=BACKEND, options={"compiler": "aot_eager", "cost_model": False, **options})
+    train_step(model, model, torch.randn(6, 32))
+    with_state = {entry.rpartition(".weight")[0] for entry in state_dict(model)}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert with_state == {name for name in linears if "blocks.1." not in name and name != "blocks.0.down"}
+
+
 def test_a_part_of_a_model_and_then_the_whole_use_one_state() -> None:
     model = Stack(layers=2)
     x = torch.randn(6, 32)
