@@ -21,7 +21,7 @@ from te_compile.passes.captured_nodes import argument, called, size_hint, value_
 from te_compile.passes.plan import Cause, Site
 from te_compile.passes.regions import Region
 from te_compile.passes.summed_products import PLAIN, factors_of, summed
-from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.weight_expressions import Weights
 from te_compile.passes.writing import Writer
 
 MOST_EXPERTS = 64  # that are written out as linears of their own
@@ -58,14 +58,11 @@ def batched_site(region: Region, node: Node, weights: Weights) -> Site | None:
     (batch, tokens, _), sizes = (value.shape for value in values)
     if any(not isinstance(size, int) for size in sizes) or batch != sizes[0]:
         return None
-    try:
-        matrix = weights.matrix(weight, region)
-    except NotAWeightError:
-        return None
     experts, in_features, out_features = sizes
     form, features = called(node), (in_features, out_features)
     site = Site("", form, region, node, size_hint(tokens), features, x, weight, added, linears=experts)
-    site.root_weight = matrix.owner
+    if not site.has_a_parameter(weights):
+        return None
     keep_if_many(site)
     site.spell = partial(_spelled, weights=weights)
     return site

@@ -23,7 +23,7 @@ from torch.fx import Node
 from te_compile.passes.captured_nodes import argument, size_hint, value_of
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
-from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.weight_expressions import Weights
 from te_compile.passes.writing import Writer
 
 _CONVOLUTIONS: tuple[Any, ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -64,13 +64,11 @@ def convolution_site(region: Region, node: Node, weights: Weights) -> Site | Non
     out_features, *inner = kernels.shape
     if not all(isinstance(size, int) for size in kernels.shape) or not _is_linear(node, value, inner[1:]):
         return None
-    try:
-        matrix = weights.matrix(weight, region)
-    except NotAWeightError:
-        return None
     positions = math.prod(size_hint(size) for size in value_of(node).shape) // max(out_features, 1)
     features = math.prod(inner), out_features
-    site = Site("", "convolution", region, node, positions, features, x, weight, bias, root_weight=matrix.owner)
+    site = Site("", "convolution", region, node, positions, features, x, weight, bias)
+    if not site.has_a_parameter(weights):
+        return None
     site.spell = partial(_spelled, kernel=inner[1:], weights=weights)
     return site
 

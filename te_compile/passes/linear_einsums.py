@@ -20,7 +20,7 @@ from te_compile.passes.captured_nodes import called, size_hint, value_of
 from te_compile.passes.einsum_letters import Letters, readings
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
-from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.weight_expressions import Weights
 from te_compile.passes.writing import Writer
 
 
@@ -45,14 +45,10 @@ def site_of(
     # Einsum broadcasts dimensions of size one; a linear does not.
     if any(x_shape[letters.x.index(each)] != sizes[each] for each in letters.summed):
         return None
-    try:
-        matrix = weights.matrix(weight, region)
-    except NotAWeightError:
-        return None
     rows = math.prod(size_hint(x_shape[letters.x.index(each)]) for each in linear.rows)
     features = math.prod(sizes[each] for each in linear.summed), math.prod(sizes[each] for each in linear.new)
-    linears = sizes.get(expert, 1)
-    return Site("", called(node), region, node, rows, features, x, weight, linears=linears, root_weight=matrix.owner)
+    site = Site("", called(node), region, node, rows, features, x, weight, linears=sizes.get(expert, 1))
+    return site if site.has_a_parameter(weights) else None
 
 
 def joined(write: Writer, node: Node, order: list[int], groups: tuple[int, ...]) -> Node:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from te_compile.ops.quantize import padded
 from te_compile.passes.cached_weights import WeightGroup
 from te_compile.passes.regions import Region
-from te_compile.passes.weight_expressions import Matrix, Weight
+from te_compile.passes.weight_expressions import Matrix, NotAWeightError, Weight, Weights
 
 
 class Cause(Enum):
@@ -83,6 +83,17 @@ class Site:
         """Take ``weight`` as this linear's own."""
         self.weight, self.transposed = weight.operand, weight.transposed
         self.matrix, self.root_weight = weight.matrix, weight.matrix.owner
+
+    def has_a_parameter(self, weights: Weights) -> bool:
+        """Is ``weight``, of a node that is to be written out, made from a parameter? Then that is ``root_weight``, and
+        the site is kept if the weight cannot be quantised."""
+        assert self.weight is not None
+        try:
+            self.root_weight = weights.parameter(self.weight, self.region)
+        except NotAWeightError as reason:
+            self.root_weight = weights.owner(self.weight, self.region)
+            self.keep(Cause.UNSUPPORTED, str(reason))
+        return self.root_weight is not None
 
     def keep(self, cause: Cause, reason: str) -> None:
         """Leave this linear in high precision; the first reason given stands."""

@@ -174,13 +174,27 @@ class Weights:
             raise NotAWeightError("its weight is no matrix; give it two dimensions for FP8")
         try:
             return self._in_front(node, region, transposed, by_products)
-        except NotInFrontError:
-            owner = self.owner(node, region) if dimensions == 2 else None
-            if owner is None or wrapped_kind(owner) or value_of(owner).dtype not in DTYPES:
+        except NotInFrontError as why:
+            if dimensions != 2:
                 raise
-            if not self._is_written_before_it_is_read(node, region):
-                raise
-            return Weight(node, transposed, Matrix(node, owner, in_place=True))
+            return Weight(node, transposed, Matrix(node, self._owner_where_read(node, region, why), in_place=True))
+
+    def parameter(self, node: Node, region: Region) -> Node:
+        """The parameter that has the FP8 state of ``node``, of any dimensions, whose parts are to be weights in
+        ``region``. Raises NotAWeightError."""
+        try:
+            return self.matrix(node, region).owner
+        except NotInFrontError as why:
+            return self._owner_where_read(node, region, why)
+
+    def _owner_where_read(self, node: Node, region: Region, why: NotInFrontError) -> Node:
+        """The parameter of what is quantised where it is read; raises ``why`` if that would not do either."""
+        owner = self.owner(node, region)
+        if owner is None or wrapped_kind(owner) or value_of(owner).dtype not in DTYPES:
+            raise why
+        if not self._is_written_before_it_is_read(node, region):
+            raise why
+        return owner
 
     def _in_front(self, node: Node, region: Region, transposed: bool, by_products: bool) -> Weight:
         """:meth:`weight`, as a matrix that is computed in front of the graph. Raises NotAWeightError."""

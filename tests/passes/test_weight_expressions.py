@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import te_compile
 from te_compile import state
 from te_compile.options import Options
 from te_compile.passes.plan import Cause
@@ -271,6 +272,47 @@ def test_a_weight_that_is_written_to_once_it_was_read_is_left_alone_and_right(
     y, _ = train_step(model, compiled(model), x)
     model.load_state_dict(stored)
     assert torch.equal(y, train_step(model, model, x)[0])
+
+
+WRITTEN_OUT: dict[str, Linear] = {
+    "einsum": lambda x, w: torch.einsum("bk,nk->bn", x, w),
+    "batched einsum": lambda x, w: torch.einsum("ebk,enk->ebn", x[None], w[None])[0],
+    "bmm": lambda x, w: torch.bmm(x[None], w.T[None])[0],
+    "convolution": lambda x, w: F.conv1d(x[..., None], w[..., None])[..., 0],
+}
+
+
+@pytest.mark.parametrize("recipe", ("delayed", "current"))
+@pytest.mark.parametrize("change", (_written_before, _written_copy, _dropped))
+@pytest.mark.parametrize("form", WRITTEN_OUT)
+def test_products_that_are_written_out_as_linears_take_such_weights_as_these_do(
+    form: str, change: Callable[..., Tensor], recipe: str
+) -> None:
+    model, x = Made(change, 48, 32), torch.randn(5, 32, requires_grad=True)
+    stored = model.weight.detach().clone()
+    results = []
+    for product in (F.linear, WRITTEN_OUT[form]):
+        with torch.no_grad():
+            model.weight.copy_(stored)
+        model.linear, x.grad = product, None
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        te_compile.reset_state(model)
+        y, got = train_step(model, compiled(model, strict=True, recipe=recipe), x)
+        results.append((y, x.grad, got["weight"]))
+    for expected, found in zip(*results, strict=True):
+        assert error_but_for_ties(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("form", WRITTEN_OUT)
+def test_where_they_cannot_the_report_says_why(form: str) -> None:
+    """And not that a product of this kind has no FP8 form."""
+
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        return _written_after(WRITTEN_OUT[form], x, w, m)
+
+    site = only_site(Made(run, 48, 32), torch.randn(5, 32))
+    assert site.cause is Cause.UNSUPPORTED and "writes to its weight in place" in site.reason
 
 
 def test_without_gradients_it_is_another_in_each_call_too() -> None:
