@@ -118,7 +118,9 @@ def contractions_of(node: Node) -> Iterator[Contraction]:
         addend = argument(node, 0, "input")
         left, right = argument(node, 1, "batch1"), argument(node, 2, "batch2")
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-        if isinstance(alpha, (int, float)) and beta in (0, 1) and is_tensor(addend):
+        # Times 0 an addend counts for nothing but has a gradient, of zeros, which optimizers tell from none.
+        ignored = beta == 0 and is_tensor(addend) and value_of(addend).requires_grad
+        if isinstance(alpha, (int, float)) and beta in (0, 1) and is_tensor(addend) and not ignored:
             yield from _matrices(left, right, addend if beta == 1 else None, float(alpha))
 
 

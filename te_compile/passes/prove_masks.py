@@ -436,12 +436,16 @@ def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
 def _allowed(proof: Proof, mask: Node) -> Both:
     """Where attention may look, of a bool mask or of one that is added."""
     swallows = most_that_swallows(value_of(mask).dtype) if value_of(mask).dtype in _FLOATS else 0.0
+    shape = value_of(mask).shape
     mask, factor = _before_scales(proof, mask)
     if value_of(mask).dtype == torch.bool:
         return _both_of(proof.of(mask))
     if called(mask) == "triu":
         hidden = number_in(argument(mask, 0, "input"), proof.changes)
         if hidden is None or factor * hidden > swallows:
+            raise _UnknownError
+        # A triangle of one row is the same for every query that it is expanded to, and no triangle of theirs.
+        if not same_sizes(value_of(mask).shape[-2:], shape[-2:]):
             raise _UnknownError
         return _lower(mask)
     if mask.target is torch.where and len(mask.args) == 3:

@@ -52,7 +52,7 @@ from te_compile.passes.attention_scores import (
     same_sizes,
     scores_behind,
 )
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind, writes
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
@@ -61,7 +61,8 @@ from te_compile.passes.hidden_rows import check_sinks_beside, forgets_its_scores
 from te_compile.passes.mask_numbers import HIDES_A_ROW, is_zero_or_hidden, may_hide, number_in
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
-from te_compile.passes.writing import Writer
+from te_compile.passes.writing import Writer, refusals_are_expected
+from te_compile.passes.written_tensors import writes
 
 RECOGNISED = "te_recognised_attention"
 """Meta key of an attention that a model had spelled out."""
@@ -473,9 +474,10 @@ def _rewrite(found: _Found, changes: dict[Node, bool]) -> None:
     """Put the new attention where the model's result stood; raises, and changes nothing, where it would be another."""
     old, write = found.output, Writer(found.output)
     try:
-        new = _Rewriter(found, write, value_of(old).dtype, _batch(found), changes).attention()
-        joined = write.method("flatten", new, 0, 1) if value_of(old).dim() == 3 else new
-        result = Operand(joined, found.product.result).written(write)
+        with refusals_are_expected():
+            new = _Rewriter(found, write, value_of(old).dtype, _batch(found), changes).attention()
+            joined = write.method("flatten", new, 0, 1) if value_of(old).dim() == 3 else new
+            result = Operand(joined, found.product.result).written(write)
         # Autocast that begins inside the graph is not in force here; what it casts would come out in another dtype.
         if value_of(result).dtype != value_of(old).dtype or not same_sizes(value_of(result).shape, value_of(old).shape):
             raise NotAttentionError(

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
-from te_compile.passes.side_effects import changes_after, undisturbed
+from te_compile.passes.side_effects import changes_after, may_change, undisturbed
 
 UNDONE = "te_undone_heads"
 """Meta key of an attention that reads the key heads themselves, of which the model had made copies."""
@@ -107,7 +107,9 @@ def heads_before_copies(attention: Node, key: Any, value: Any, changes: dict[Nod
     if keys is None or values is None or value_of(keys).shape[1] != value_of(values).shape[1]:
         return None
     alike = value_of(key).shape[1] == value_of(value).shape[1]
-    return (keys, values) if alike and all(_may_be_read(each, attention, changes) for each in (keys, values)) else None
+    stay_copies = not any(may_change(each, changes) for each in (key, value))
+    may_be_read = all(_may_be_read(each, attention, changes) for each in (keys, values))
+    return (keys, values) if alike and stay_copies and may_be_read else None
 
 
 def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], changes: dict[Node, bool]) -> str:
@@ -115,6 +117,8 @@ def _why_copies_stay(attention: Node, repeated: list[Any], sources: list[Any], c
     ``may_change`` remembers."""
     if not all(_may_be_read(source, attention, changes) for source in sources):
         return "what they are copies of is changed in place; write to something else"
+    if any(may_change(each, changes) for each in repeated):
+        return "they are changed in place; change the heads before they are copied"
     heads = {value_of(source).shape[1] for source in sources}
     if len(heads) != 1 or value_of(argument(attention, 0, "query")).shape[1] != value_of(repeated[0]).shape[1]:
         return "keys and values, or keys and queries, differ in their heads; give keys and values equally many"

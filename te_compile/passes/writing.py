@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +17,20 @@ from torch.utils import _pytree as pytree
 from te_compile.passes.captured_nodes import size_hint, value_of
 from te_compile.passes.memory_order import order_shows
 
+_LOG_OF_REFUSALS = logging.getLogger("torch._subclasses.fake_tensor")
+
 _WHERE = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+@contextmanager
+def refusals_are_expected() -> Iterator[None]:
+    """Around nodes that are taken back where an operator refuses its operands, which PyTorch logs as an error."""
+    was_disabled = _LOG_OF_REFUSALS.disabled
+    _LOG_OF_REFUSALS.disabled = True
+    try:
+        yield
+    finally:
+        _LOG_OF_REFUSALS.disabled = was_disabled
 
 
 class Writer:

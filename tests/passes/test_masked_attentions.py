@@ -206,6 +206,19 @@ def test_copies_of_key_heads_are_read_where_they_were_copied_from() -> None:
     assert relative_error(result_of(gm), attend(x, there, shared=2)) < 1e-5
 
 
+def test_copies_that_change_are_read_themselves() -> None:
+    def run(x: Tensor, there: Tensor) -> Tensor:
+        q, k, v = heads(x, shared=2)
+        k[:, 1].mul_(2.0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(there))
+
+    x, there = packed(), padding()
+    count, gm, _ = passed(run, x, there)
+    (call,) = calls_of(gm, MASKED_ATTENTION)
+    assert count == 1 and [each.meta["example_value"].shape[1] for each in call.args[:3]] == [4, 4, 4]
+    assert relative_error(result_of(gm), run(x, there)) < 1e-5
+
+
 def test_a_dropout_goes_along() -> None:
     x, there = packed(), padding()
     count, gm, _ = passed(partial(attend, shared=2, dropout_p=0.25), x, there)

@@ -253,6 +253,30 @@ def twice_true(x: Tensor) -> Tensor:
     return true + true == 2
 
 
+def from_truths_of_a_comparison(x: Tensor) -> Tensor:
+    """Which are 0 at some places: as causal as the comparison."""
+    _, q, k = grid(x)
+    return (k <= q).long() + 0 > 0
+
+
+def all_but_a_window(x: Tensor) -> Tensor:
+    """Before it or behind it, an alternative."""
+    _, q, k = grid(x)
+    return ~((k <= q) & (k > q - 3))
+
+
+def triangle_of_one_row(x: Tensor) -> Tensor:
+    """Every query sees the first key alone."""
+    n = x.shape[1]
+    return torch.full((1, n), float("-inf")).triu(1).expand(n, n)
+
+
+def triangle_of_one_column(x: Tensor) -> Tensor:
+    """Which hides nothing."""
+    n = x.shape[1]
+    return torch.full((1, 1, n, 1), float("-inf")).triu(1).contiguous().expand(1, 1, n, n)
+
+
 def local(x: Tensor) -> Tensor:
     _, q, k = grid(x)
     return (q - k).abs() <= 3
@@ -339,6 +363,7 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
     scaled_in_place, one_diagonal_more, upper_triangle, filled_from_the_diagonal_on, triangle_of_small_numbers,
     triangle_without_a_row, triangle_of_a_written_diagonal, filled_where_numbers_were_written, from_truths,
     from_truths_added, from_differences_of_bytes, from_bytes, bytes_below_zero, twice_true,
+    from_truths_of_a_comparison, all_but_a_window, triangle_of_one_row, triangle_of_one_column,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
@@ -369,7 +394,7 @@ def test_windows_are_proved_for_every_size(mask: Mask, expected: Window, dynamic
 
 @pytest.mark.parametrize("mask", [
     causal, one_later, upper_triangle, by_batch, from_data, outside_of_the_window, window_of_twice_the_distance,
-    window_around_another_place, window_as_wide_as_the_length, local_that_is_written_to,
+    window_around_another_place, window_as_wide_as_the_length, local_that_is_written_to, all_but_a_window,
 ])  # fmt: skip
 def test_what_is_no_window_at_every_size_is_proved_to_be_none(mask: Mask) -> None:
     assert proven_window(attention_mask(mask, True)) is None

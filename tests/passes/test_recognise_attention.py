@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable
@@ -430,10 +431,6 @@ def _head_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT, dim=-1) * torch.rand(HEADS, 1, 1) @ v
 
 
-def _two_softmaxes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.softmax(F.softmax(q @ k.mT, dim=-1), dim=-1) @ v
-
-
 def _without_gradients_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.no_grad():
         scores = q @ k.mT
@@ -527,6 +524,42 @@ def _to_a_shorter_range_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tenso
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
     assert_stays(reason, run, *operands())
+
+
+def test_a_softmax_of_a_softmax_stays_and_both_say_why() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(F.softmax(q @ k.mT, dim=-1), dim=-1) @ v
+
+    count, gm, _ = rewritten(run, *operands())
+    first, second = (node.meta[STAYS] for node in gm.graph.nodes if STAYS in node.meta)
+    assert count == 0 and "weights go through softmax" in first and "scores go through softmax" in second
+
+
+def test_a_rewrite_that_is_taken_back_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Values have a batch that queries and keys have not."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q[:1] @ k[:1].mT, dim=-1) @ v
+
+    torch_logger = logging.getLogger("torch")
+    torch_logger.addHandler(caplog.handler)
+    try:
+        assert_stays("PyTorch refuses it", run, *operands())
+    finally:
+        torch_logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_what_is_ignored_and_has_a_gradient_stays() -> None:
+    """Of zeros, where a fused call has none."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return torch.bmm(F.softmax(torch.baddbmm(ignored, q, k.mT, beta=0, alpha=0.25), dim=-1), v)
+
+    ignored = torch.randn(BATCH * HEADS, LENGTH, LENGTH)
+    assert rewritten(run, *operands(), ignored)[0] == 1
+    assert rewritten(run, *operands(), ignored.requires_grad_())[0] == 0
 
 
 def test_scores_of_integers_compute_what_they_did() -> None:

@@ -104,6 +104,33 @@ def test_keys_without_values_or_with_a_mask_or_in_float32_stay() -> None:
     assert changed(plain, *wide, tolerance=1e-5)[0] == 0
 
 
+def _a_slice(keys: Tensor) -> None:
+    keys[..., : WIDTH // 2] = keys[..., WIDTH // 2 :].neg()
+
+
+@pytest.mark.parametrize("repeat", [by_interleaving, by_interleaving_with_names])
+@pytest.mark.parametrize(
+    "write",
+    [_a_slice, lambda keys: keys[:, 0].mul_(2.0), lambda keys: keys.view(-1, LENGTH)[0].zero_()],
+    ids=["a slice", "a head", "through a view"],
+)
+def test_copies_that_are_written_into_are_read_themselves(write: Callable[[Tensor], object], repeat: Repeat) -> None:
+    """As a rotary embedding in place does."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = repeat(k), repeat(v)
+        write(keys)
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    def of_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = repeat(k), repeat(v)
+        write(values)
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    assert changed(run, heads(HEADS), heads(SHARED), heads(SHARED))[0] == 0
+    assert changed(of_values, heads(HEADS), heads(SHARED), heads(SHARED))[0] == 0
+
+
 def test_heads_written_into_after_they_were_copied_stay() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k * 2.0

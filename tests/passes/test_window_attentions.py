@@ -263,6 +263,16 @@ def test_copies_whose_source_changes_are_read_themselves() -> None:
     assert count == 1 and value_of(window_calls(gm)[0].args[1]).shape[1] == 4
 
 
+def test_copies_that_change_are_read_themselves() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+        written = keys[:, 1].mul_(2)  # and read, for what nobody reads is taken for dead below
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=sliding(q)) + 0 * written.sum()
+
+    call, _ = agrees(run, heads(), heads(2), heads(2))
+    assert value_of(call.args[1]).shape[1] == 4
+
+
 def test_who_has_set_an_order_of_kernels_keeps_it() -> None:
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert stays(within(sliding))
