@@ -23,11 +23,12 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from te_compile.passes.captured_nodes import argument, is_tensor, value_of, writes
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.mask_numbers import FILLS, SAME_VALUES, SUMS, number_in
 from te_compile.passes.side_effects import may_change, writers_of
 from te_compile.passes.writing import Writer
+from te_compile.passes.written_tensors import writes
 
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
 

@@ -19,10 +19,11 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.contractions import Contraction, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.mask_numbers import DIFFERENCES, FILLS, HIDDEN, PRODUCTS, QUOTIENTS, SUMS, number_in
+from te_compile.passes.written_tensors import writes
 
 _CONCATENATIONS = ("cat", "concat", "concatenate")
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}

@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import is_tensor, value_of, wrapped_kind, written_by
+from te_compile.passes.captured_nodes import is_tensor, value_of, wrapped_kind
+from te_compile.passes.written_tensors import written_by
 
 _OTHER_RESULTS = {"out"}  # keywords of calls whose result is not their first operand
 
@@ -21,7 +22,7 @@ def _changed(node: Node) -> Node | None:
     """The tensor that ``node`` changes in place and returns, if nobody takes it from there."""
     if node.users or not is_tensor(node) or _OTHER_RESULTS & node.kwargs.keys() or not node.args:
         return None
-    written, source = list(written_by(node)), node.args[0]
+    written, source = written_by(node), node.args[0]
     if written != [source] or not is_tensor(source) or wrapped_kind(source) or wrapped_kind(node):
         return None
     if source.op == "placeholder":  # a parameter or an input of the user's stays what it is known as

@@ -16,8 +16,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from te_compile.passes.captured_nodes import called, value_of, writes
+from te_compile.passes.captured_nodes import called, value_of
 from te_compile.passes.side_effects import may_change
+from te_compile.passes.written_tensors import writes
 
 _PERMUTE = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _PUT_IN_ORDER = {"reshape", "flatten", "contiguous"}

@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from te_compile.ops.norm import LAYER, NORM, RMS, RMS_FLOAT, RMS_MIXED, RMS_OFFSET, output_dtype
-from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind, writes, written_by
+from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import is_border
+from te_compile.passes.written_tensors import writes, written_by
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PRODUCTS = {

@@ -16,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from te_compile.passes.attention_scores import Sinks, same_sizes
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, writes
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.written_tensors import writes
 
 _PRODUCTS = (operator.mul, torch.mul, "mul", "multiply")
 _DIFFERENCES = (operator.sub, torch.sub, "sub", "subtract")

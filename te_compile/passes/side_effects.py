@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, memories_of, writes, written_by
+from te_compile.passes.captured_nodes import argument, called, memories_of
+from te_compile.passes.written_tensors import written_by
 
 _BORDERS = {
     torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast,
@@ -57,7 +58,7 @@ def writers_of(node: Node) -> Iterator[Node]:
     while waiting:
         current = waiting.pop()
         for user in current.users:
-            if writes(user):
+            if any(current is written for written in written_by(user)):
                 yield user
             if user not in seen and _may_be_view(user, current):
                 seen.add(user)
@@ -68,8 +69,10 @@ def _shares_memory_of(node: Node) -> Node | None:
     """What ``node`` is a view of or writes into; None if it has memory of its own."""
     if node.op not in ("call_function", "call_method"):
         return None
-    if (written := next(written_by(node), None)) is not None:
-        return written
+    own = memories_of(node)
+    for written in written_by(node):
+        if not own or not own.isdisjoint(memories_of(written)):  # else a result beside what it writes to
+            return written
     return next((source for source in node.all_input_nodes if _may_be_view(node, source)), None)
 
 
@@ -124,7 +127,7 @@ def undisturbed(first: Node, last: Node, own: Collection[Node], reads: Collectio
     while node is not last:
         if node.op == "root" or is_border(node):
             return False
-        written = () if node in own else list(written_by(node))
+        written = [] if node in own else written_by(node)
         if any(_share_memory(read, each) and not _depends_on(read, node) for each in written for read in reads):
             return False
         node = node.next

@@ -19,6 +19,7 @@ or of a model that writes to its weights, is quantised where it is read, by each
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,14 +28,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
-from te_compile.passes.captured_nodes import argument, called, guards_of, storage_of, value_of, wrapped_kind, written_by
+from te_compile.passes.captured_nodes import argument, called, guards_of, storage_of, value_of, wrapped_kind
 from te_compile.passes.einsum_letters import adds_nothing_up
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
+from te_compile.passes.written_tensors import written_by
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of parameters and of linears that FP8 copies are made of."""
@@ -157,7 +159,7 @@ class Weights:
             for node in region.graph.nodes:
                 for changed in written_by(node):
                     self.writers.setdefault(storage_of(origin(changed, region)[0]), []).append(node)
-        self.written = self.writers.keys() - {None}
+        self.written = self.writers.keys() - {None} | set(_written_by_somebody(regions[0].graph))
         self.regions = regions
         self.under_autocast = {node for region in regions for node in _under_autocast(region.graph)}
         self.transformed = {node for region in regions for node in transforms_around(region.graph)}
@@ -327,14 +329,33 @@ class Weights:
         if _is_product(node) and not (by_products and name in _MATRIX_PRODUCTS):
             advice = "multiply by one factor after the other for FP8"
             raise NotAWeightError(f"{prefix} by another product ({name}); {advice}")
-        seeded = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if seeded or _RANDOM.search(name):
+        if _draws(node) or _RANDOM.search(name):
             why = f"{prefix} by {name}, which gives another result each time"
             raise NotInFrontError(f"{why}; nothing to do: its FP8 copy would not be the weight")
+        if inspect.isfunction(node.target) and not node.target.__module__.startswith("torch."):
+            why = f"{prefix} by {name}, a function that torch.compile was told not to look into"
+            raise NotInFrontError(f"{why}; let it trace that function for FP8")
         if node in self.under_autocast:
             raise NotInFrontError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
+
+
+def _draws(node: Node) -> bool:
+    """Does an operator of this name draw random numbers?"""
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    packet = getattr(torch.ops.aten, called(node), None)
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in overloads)
+
+
+def _written_by_somebody(graph: Graph) -> Iterator[int | None]:
+    """The memory of inputs that changed while Dynamo ran the graph, whatever in it did that."""
+    for placeholder in graph.find_nodes(op="placeholder"):
+        value = value_of(placeholder)
+        if isinstance(value, Tensor) and not value.is_inference() and value._version > 0:
+            yield storage_of(placeholder)
 
 
 def is_held_by_the_model(placeholder: Node) -> bool:
