@@ -100,7 +100,9 @@ class Options:
         """The options of a ``torch.compile`` call: its own, then :func:`configure`'s, then the environment's."""
         call = _checked({} if call_options is None else call_options)
         if mode is not None and call.setdefault("mode", asked := _as_mode("mode", mode)) != asked:
-            raise OptionError(f"mode={mode!r} and options['mode']={call['mode']!r}: give one, or both the same")
+            raise OptionError(
+                f"mode={mode!r} and options['mode']={(call_options or {})['mode']!r}: give one, or both the same"
+            )
         given: dict[str, Any] = {}
         for layer in (_from_environment(os.environ), _configured, call):
             given = _over(given, layer)

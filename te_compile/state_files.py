@@ -64,11 +64,14 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor], strict: boo
     """Give ``model`` the state that :func:`state_dict` returned: all of it or, with a :class:`StateError`, none.
 
     strict: every state of the model must be in ``tensors`` and every entry must name a parameter of the model; without
-    it what is missing stays as it is. A wrong shape, type or value is an error either way.
+    it what is missing stays as it is. A wrong shape, type or value is an error either way. Raises TypeError for another
+    ``strict`` than a bool.
     """
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise StateError(f"the FP8 state is of type {kind}, must be what te_compile.state_dict returns")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict={strict!r}: must be True or False")
     pairs, problems = _paired(tensors)
     placed, unplaced = _placed(model, pairs)
     _require_whole(model, [pair.parameter for pair in placed])
@@ -117,7 +120,7 @@ def _paired(tensors: Mapping[str, Tensor]) -> tuple[dict[tuple[str, str], _Pair]
     found: dict[tuple[str, str], dict[str, str]] = {}
     problems = []
     for entry, tensor in tensors.items():
-        match = _ENTRY.fullmatch(entry)
+        match = _ENTRY.fullmatch(entry) if isinstance(entry, str) else None
         if match is None:
             problems.append(f"entry {entry!r} is not named <parameter>.forward or <parameter>.backward")
         elif fault := _fault_of(tensor, _ROWS[match["direction"]]):
@@ -201,7 +204,10 @@ def _conflicts(placed: list[_Pair]) -> list[str]:
 
 
 def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write :func:`state_dict` to a safetensors file; a file that is there already is replaced whole or not at all."""
+    """Write :func:`state_dict` to a safetensors file; a file that is there already is replaced whole or not at all.
+
+    Raises OSError where no file of that name can be written.
+    """
     tensors = state_dict(model)
     lengths = sorted({tensor.shape[1] - HISTORY for tensor in tensors.values()})
     metadata = {
@@ -211,6 +217,8 @@ def save_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "history_length": ",".join(map(str, lengths)),
     }
     path = _path_of(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a directory, and the FP8 state is saved in a file", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory to save the FP8 state in", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")

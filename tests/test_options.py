@@ -120,6 +120,8 @@ def test_mode_may_come_beside_options_or_within() -> None:
     assert Options.resolve({}, "reduce-overhead").mode == "reduce-overhead"
     assert Options.resolve({"mode": "reduce-overhead"}).mode == "reduce-overhead"
     assert Options.resolve({"mode": "reduce-overhead"}, "reduce-overhead").mode == "reduce-overhead"
+    with pytest.raises(OptionError, match=r"mode='reduce-overhead' and options\['mode'\]='default': give one"):
+        Options.resolve({"mode": "default"}, "reduce-overhead")
 
 
 def test_two_different_modes_are_refused() -> None:

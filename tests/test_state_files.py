@@ -328,6 +328,10 @@ def test_what_is_no_state_is_refused_by_its_type() -> None:
         load_state_dict(two_layers(), [])
     with pytest.raises(StateError, match=r"entry '0\.weight\.forward' is of type list, must be a tensor"):
         load_state_dict(two_layers(), {"0.weight.forward": [1.0]})
+    with pytest.raises(StateError, match=r"entry 3 is not named <parameter>\.forward or"):
+        load_state_dict(two_layers(), {3: torch.ones(1)})
+    with pytest.raises(TypeError, match=r"strict='x': must be True or False"):
+        load_state_dict(two_layers(), {}, strict="x")
 
 
 @pytest.mark.parametrize("call", [state_dict, lambda each: load_state_dict(each, {})])
@@ -350,6 +354,12 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory") as error:
         save_state(used(two_layers()), tmp_path / "none" / "state")
     assert error.value.filename == str(tmp_path / "none")
+
+
+def test_a_directory_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a directory, and the FP8 state is saved in a file") as error:
+        save_state(used(two_layers()), tmp_path)
+    assert error.value.filename == str(tmp_path) and not list(tmp_path.parent.glob("*unfinished"))
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:

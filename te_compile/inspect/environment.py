@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ def _versions() -> Iterator[str]:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         yield f"{name:<12} {version}"
-    yield f"{'from':<12} {sys.modules['te_compile'].__path__[0]}"
+    # Not __path__: where a package is installed to be edited, its code lies elsewhere.
+    yield f"{'from':<12} {Path(sys.modules['te_compile'].__file__ or '').parent}"
 
 
 def _devices() -> Iterator[str]:

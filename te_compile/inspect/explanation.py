@@ -249,7 +249,7 @@ def _rows(
             fused=use.fused,
             recipe=chosen.recipe.name if is_fp8 else "",
             implementation=use.implementation,
-            padding=getattr(site, "padding", (0, 0)),
+            padding=site.padding,
             cause=site.cause.name.lower() if site.cause is not None else "",
         )
 

@@ -55,6 +55,8 @@ def stats(
         return Statistics(tuple(rows), chosen.recipe.name, measured=True, notes=tuple(notes))
     if names is None:
         raise TypeError(f"stats without an example call takes a module, not {type(model).__name__}")
+    if loss is not None:
+        raise TypeError("loss is what a measured step takes gradients of: give an example call with it")
     rows = _remembered(names, chosen.recipe)
     return Statistics(tuple(rows), chosen.recipe.name, notes=() if rows else (_why_nothing(chosen.recipe),))
 

@@ -67,7 +67,9 @@ class Report:
     attentions: what became of each attention, its mask and its key heads.
     graphs: for each captured graph, the passes that ran over it in their order.
     breaks: why the model was not captured as one graph.
-    totals: numbers of linears and of their forward floating-point operations, see :func:`te_compile.explain`.
+    totals: numbers of linears ("linears", "fp8", "kept" and, by cause, "kept_by_user", "kept_by_rule",
+        "kept_unsupported"), of "graphs", and of forward floating-point operations: "linear_flops" of all linears,
+        "eligible_flops" of those that FP8 is meant for, "fp8_flops" of those that run in it.
     implementations: {"te::gemm": {"cublaslt": 12}}; ``declined`` says why better ones were not taken.
     skipped: {"fc.weight": {"x": 0, "w": 0, "gradient": 2}}: amaxes that were not finite in the real runs so far.
     notes: anything else a reader should know.
@@ -128,11 +130,14 @@ class Report:
         wanted = {each.name for each in fields(Report) if each.default is each.default_factory is MISSING}
         if not isinstance(data, dict) or not wanted <= data.keys() <= {each.name for each in fields(Report)}:
             raise ValueError("this JSON is no report of te_compile.explain")
-        data["rows"] = tuple(_row(**row) for row in data["rows"])
-        data["attentions"] = tuple(AttentionRow(**row) for row in data.get("attentions", ()))
-        data["graphs"] = tuple(tuple(GraphPass(**each) for each in passes) for passes in data.get("graphs", ()))
-        for name in ("breaks", "declined", "notes"):
-            data[name] = tuple(data.get(name, ()))
+        try:
+            data["rows"] = tuple(_row(**row) for row in data["rows"])
+            data["attentions"] = tuple(AttentionRow(**row) for row in data.get("attentions", ()))
+            data["graphs"] = tuple(tuple(GraphPass(**each) for each in passes) for passes in data.get("graphs", ()))
+            for name in ("breaks", "declined", "notes"):
+                data[name] = tuple(data.get(name, ()))
+        except TypeError as error:  # no sequence, no mapping, or one of other names
+            raise ValueError(f"this JSON is no report of te_compile.explain: {error}") from None
         return Report(**data)
 
 

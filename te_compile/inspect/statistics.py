@@ -143,7 +143,8 @@ _HEADINGS = ("tensor", "", "amax", "scale", "headroom", "skipped", "underflow", 
 
 
 def _text(statistics: Statistics) -> Iterator[str]:
-    what = "a step measured beside the real ones" if statistics.measured else "from the FP8 state; weights measured"
+    what = "from the FP8 state; weights measured" if statistics.rows else "nothing known"
+    what = "a step measured beside the real ones" if statistics.measured else what
     yield f"te_fp8 statistics, recipe {statistics.recipe}: {what}"
     table = [_HEADINGS, *map(_cells, statistics.rows)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(_HEADINGS))]

@@ -25,6 +25,13 @@ def test_json_of_something_else_is_refused(text: str) -> None:
         Report.from_json(text)
 
 
+@pytest.mark.parametrize("rows", [3, [3], [{}], [{"name": "fc"}]], ids=str)
+def test_rows_that_are_none_are_refused(rows: object) -> None:
+    data = json.loads(full_report().to_json()) | {"rows": rows}
+    with pytest.raises(ValueError, match="no report"):
+        Report.from_json(json.dumps(data))
+
+
 def test_where_nothing_is_eligible_no_share_is_claimed() -> None:
     before = report([row("fc", status="kept", reason="exclude pattern 'fc'", cause="user")])
     totals = {**before.totals, "fp8": 0, "kept": 1, "kept_by_user": 1, "eligible_flops": 0, "fp8_flops": 0}
@@ -109,7 +116,7 @@ def test_flops_are_those_of_the_model_and_added_features_are_shown() -> None:
 
 def test_a_row_of_an_older_version_has_no_padding() -> None:
     text = report([row("fc")]).to_json().replace('"padding"', '"unknown"')
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="no report"):
         Report.from_json(text)
     without = json.loads(report([row("fc")]).to_json())
     del without["rows"][0]["padding"], without["rows"][0]["cause"], without["model"]
