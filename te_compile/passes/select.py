@@ -34,10 +34,11 @@ from te_compile.passes.weight_expressions import DTYPES, in_plain_tensors, is_gi
 Verdict = tuple[Cause, str] | None
 
 _HEAD_NAMES = {
-    "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection", "proj_out",
+    "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection",
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
     "logits_proj",
 }  # fmt: skip
+_NAMES_OF_WHAT_IS_RETURNED = {"proj_out"}  # of diffusion models' blocks as well, where the model goes on
 _HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
@@ -76,6 +77,7 @@ _ROUTING = {
     "layer_norm",
     "rms_norm",
 }
+_CHANCES = {"softmax", "log_softmax", "sigmoid"}
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
 
@@ -154,7 +156,7 @@ def _is_returned(site: Site) -> bool:
 def _head_in(name: str) -> str | None:
     """The innermost part of a module's name that says what heads are called; a list of them is called so, too."""
     for part in reversed(name.split(".")):
-        if {part, part.removesuffix("s")} & _HEAD_NAMES or part.endswith(_HEAD_ENDINGS):
+        if {part, part.removesuffix("s")} & (_HEAD_NAMES | _NAMES_OF_WHAT_IS_RETURNED) or part.endswith(_HEAD_ENDINGS):
             return part
     return None
 
@@ -178,8 +180,11 @@ def _vocabularies(tables: Collection[Node | None]) -> set[int]:
     return {size_hint(value_of(table).shape[0]) for table in tables if table is not None and _is_of_words(table)}
 
 
-def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) -> Verdict:
-    """The projection to logits: its errors reach the loss directly. ``tables``: the parameters that embeddings read.
+def by_head(
+    site: Site, options: Options, tables: Collection[Node | None] = (), linears: Collection[Node] = ()
+) -> Verdict:
+    """The projection to logits: its errors reach the loss directly. ``tables``: the parameters that embeddings read;
+    ``linears``: the nodes of all linears.
 
     Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
     part of it that is called a head, or a number for each word of the vocabulary.
@@ -190,7 +195,7 @@ def by_head(site: Site, options: Options, tables: Collection[Node | None] = ()) 
     weight = site.root_weight or site.weight
     if weight is not None and (weight in tables or _is_table(weight)) and not _is_picked_from(site):
         why = "its weight is tied to an embedding"
-    elif _is_called_head(site.name) and not _is_router(site):
+    elif _is_called_head(site.name) and not _is_router(site) and not _goes_on(site, linears):
         why = f"its name ends in {last!r}"
     elif _enters_loss(site.node):
         why = "its result goes into the loss"
@@ -214,6 +219,15 @@ def _is_picked_from(site: Site) -> bool:
 def _is_called_head(name: str) -> bool:
     last = name.rpartition(".")[2]
     return last in _HEAD_NAMES or name == "output" or name.endswith("predictions.decoder")
+
+
+def _goes_on(site: Site, linears: Collection[Node]) -> bool:
+    """Does another linear read what ``site`` gives? Then these are no logits, but where they become chances first."""
+
+    def leads_on(node: Node) -> bool:
+        return node not in linears and _name(node) not in _CHANCES and not _picks(node)
+
+    return any(user in linears for user in _reached(site.node, leads_on, limit=256))
 
 
 def _is_router(site: Site) -> bool:
@@ -355,12 +369,12 @@ _WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)
 
 def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
-    tables = embedding_tables(plan)
+    tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
     for site in plan.sites:
         for rule in RULES:
             if site.cause is not None and rule not in _WHATEVER_THE_SUPPORT:
                 break
-            verdict = by_head(site, options, tables) if rule is by_head else rule(site, options)
+            verdict = by_head(site, options, tables, linears) if rule is by_head else rule(site, options)
             if verdict is not None:
                 site.cause, site.reason = verdict
                 break

@@ -107,6 +107,36 @@ def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) 
     assert verdict(model, x, lm_head=True).status == "fp8"
 
 
+class Blocks(nn.Module):
+    """Two blocks whose last linears have the name of a head, and a head."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.blocks = name, nn.ModuleList(nn.ModuleDict({name: nn.Linear(32, 32)}) for _ in range(2))
+        self.add_module(name, nn.Linear(32, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(x) * block[self.name](x)
+        return getattr(self, self.name)(F.layer_norm(x, (32,)))
+
+
+@pytest.mark.parametrize("name", ["proj_out", "output_projection", "head"])
+def test_what_is_called_a_head_within_a_block_is_none(name: str) -> None:
+    plan = planned(Blocks(name), torch.randn(5, 32))
+    assert {site.name: site.status for site in plan.sites} == {
+        f"blocks.0.{name}": "fp8", f"blocks.1.{name}": "fp8", name: "kept",
+    }  # fmt: skip
+    block = nn.ModuleDict({"proj_out": nn.Linear(32, 32)})  # compiled by itself: nothing in the graph comes after
+    assert verdict(lambda x: x + block["proj_out"](x), torch.randn(5, 32)).status == "fp8"
+
+
+def test_a_head_whose_chances_are_read_by_a_linear_is_one() -> None:
+    model, back = Named(head=(32, 48)), nn.Linear(48, 32)
+    plan = planned(lambda x: (x + back(model(x)[0].softmax(-1))).cos(), torch.randn(5, 32))
+    assert [site.status for site in plan.sites] == ["kept", "fp8"]
+
+
 def test_the_output_of_a_part_of_the_model_is_no_head() -> None:
     block = nn.Module()
     block.output = nn.Linear(32, 48)
