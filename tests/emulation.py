@@ -96,8 +96,3 @@ def emulated(model: nn.Module, eligible: Callable[[str, nn.Module], bool]) -> nn
 
         module.__dict__["forward"] = forward  # an instance attribute wins over the class's method
     return copied
-
-
-def multiples_of_16(name: str, module: nn.Module) -> bool:
-    """May the linear run in FP8 as far as its sizes go?"""
-    return all(size % 16 == 0 for size in module.weight.shape)

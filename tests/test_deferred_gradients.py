@@ -178,6 +178,25 @@ def test_a_forward_that_is_run_anew_says_that_the_gradient_is_lost(
     around(compiled(speaker, defer_logits=False))["logits"].sum().backward()
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_where_anything_may_be_made_anew_the_backward_pass_has_the_ticket_that_was_returned(
+    compiler: str, speaker: Speaker, ids: tuple[Tensor, Tensor]
+) -> None:
+    """A ticket that was made anew would have another number. As partitioners go by default, no operator is that they
+    do not know."""
+    bans = ("not_in_allowlist", "used_far_apart", "long_fusible_chains", "materialized_backward", "reductions")
+    none = torch._functorch.config.patch({f"ban_recompute_{each}": False for each in bans})
+    dy = torch.randn(2, 5, CLASSES, dtype=torch.bfloat16) / 100
+    with none, manager.recording() as records:
+        both(compiled(speaker, compiler=compiler), ids, dy)
+    found = gradients(speaker)
+    speaker.zero_grad()
+    both(speaker, ids, dy)
+    assert any(loss_backwards(record, defers=True) for record in records)
+    for name, each in gradients(speaker).items():
+        assert (found[name] - each).float().norm() <= 2**-7 * each.float().norm(), name
+
+
 def test_tickets_lie_on_the_host_whatever_the_default_device_is() -> None:
     """Nobody waits for a device to read one. On a GPU the operators are called past the dispatcher, as here."""
     with torch.device("meta"):

@@ -219,6 +219,34 @@ def test_blocks_that_share_a_graph_and_linears_outside_of_any_are_told() -> None
     assert any("in no captured graph" in note and note.endswith("last") for note in report.notes)
 
 
+def test_a_frame_for_which_the_backend_is_called_twice_is_told_once() -> None:
+    """Dynamo calls it again for a size to which the user has the graph fitted."""
+    model, x = Model(then_break), x16()
+    torch._dynamo.mark_dynamic(x, 0, specialize_on=[lambda size: size == TOKENS])
+    report = te_compile.explain(model, x)
+    assert names(report) == BLOCK_NAMES and report.totals["graphs"] == 2
+
+
+def test_a_frame_without_a_graph_adds_no_linear_of_the_one_before() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+
+            class Holder:
+                """Dynamo breaks at a class, and what comes before the next break has no operation."""
+
+            holder = Holder()
+            holder.y = y
+            torch._dynamo.graph_break()
+            return self.last(holder.y)
+
+    assert names(te_compile.explain(Kept(), x16())) == ["first", "last"]
+
+
 def test_linears_in_the_branches_of_a_cond_have_been_captured() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -101,17 +101,6 @@ def by_a_bilinear(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, F.bilinear(m.weight, m.weight, m.weight[:WIDTH, None] * m.weight[:WIDTH]))
 
 
-def under_autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return x @ (2 * m.weight).t()
-
-
-def written_to(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.weight.mul_(0.5)
-    return F.linear(x, m.weight)
-
-
 def routed(m: Any, x: Tensor) -> Tensor:
     return m.fc(x).softmax(-1).topk(2).values
 
@@ -217,6 +206,7 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Callable[[], list[Tensor]],
     "weights read": ("weights are read", weights_returned, qkv, {}),
     "scores read": ("scores are read", scores_returned, qkv, {}),
     "head mask": ("go through mul", lambda q, k, v: (scores(q, k).softmax(-1) * q[:, :, :1, :1]) @ v, qkv, {}),
+    "in place": ("in place", result_written_to, qkv, {}),
     "no scores": ("no product", lambda q, k, v: torch.softmax(q, -1) @ v.mT, qkv, {}),
     "window": ("sliding window", window, qkv, {}),
     "bias": ("it is a bias", biased, qkv, {}),

@@ -148,6 +148,25 @@ def test_sums_are_those_of_both_gradients_where_another_one_waits() -> None:
         assert torch.equal(got, plain) and torch.equal(sums, plain.sum(0))
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_logits_whose_rows_lie_apart_are_not_overwritten(sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is contiguous, and the memory between the rows is somebody else's."""
+    monkeypatch.setattr("te_compile.ops.cross_entropy.is_last_holder", lambda _: True)
+    logits, targets = task()
+    _, logsumexp = CROSS_ENTROPY_FORWARD(logits, targets, IGNORED)
+    whole, rest = torch.randn(9, 64), (targets, logsumexp, torch.randn(9), IGNORED, None, *([FP32] if sums else []))
+    operator = CROSS_ENTROPY_BACKWARD_WITH_SUMS if sums else CROSS_ENTROPY_BACKWARD
+    whole[:, 8:58] = logits
+    before, wanted = whole.clone(), operator(logits, *rest)
+    for given, is_overwritten in ((whole[:, 8:58], False), (logits, True)):
+        got = operator(given, *rest, overwrite=True)
+        for each, want in zip(*((got, wanted) if sums else ([got], [wanted])), strict=True):
+            assert each.is_contiguous() and torch.equal(each, want)
+        dx = got[0] if sums else got
+        assert (dx.data_ptr() == given.data_ptr()) == is_overwritten
+    assert torch.equal(whole, before)
+
+
 def test_a_reduction_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="'median': unknown; choose one of mean, sum, none"):
         CROSS_ENTROPY(*task(), IGNORED, "median", FP32)

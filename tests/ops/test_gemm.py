@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from te_compile.kernels import native
 from te_compile.ops import registry
 from te_compile.ops.gemm import GEMM
 from te_compile.ops.registry import Target, choose
@@ -105,3 +106,70 @@ def test_scaled_mm_is_for_gpus_with_fp8() -> None:
 def test_what_the_library_cannot_multiply_falls_back_with_the_reason(changed: dict[str, Any], why: str) -> None:
     name, reason = reasons(Target("cuda", (9, 0)), **changed)
     assert name == registry.REFERENCE and why in reason
+
+
+def test_scaled_mm_leaves_a_product_that_adds_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "missing", lambda cuda=False: "it is not built")
+    hopper = Target("cuda", (9, 0))
+    assert reasons(hopper) == ("scaled_mm", "")
+    name, reason = reasons(hopper, addend=torch.zeros(32, 48).bfloat16())
+    assert name == registry.REFERENCE and "adds nothing to a product" in reason
+
+
+def needs_scaled_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
+    """Skip where this torch multiplies such codes on a GPU alone."""
+    try:
+        torch._scaled_mm(a, b.t(), torch.ones(()), torch.ones(()), out_dtype=out_dtype)
+    except RuntimeError as error:
+        pytest.skip(f"aten._scaled_mm of torch {torch.__version__} does not run this on a CPU: {error}")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_scaled_mm_gives_the_numbers_of_the_reference(
+    a_dtype: torch.dtype, b_dtype: torch.dtype, bias_dtype: torch.dtype | None, out_dtype: torch.dtype, rows: int
+) -> None:
+    a, b, (_, _, *scales) = codes(rows, 48, a_dtype), codes(32, 48, b_dtype), operands()
+    needs_scaled_mm(a, b, out_dtype)
+    bias = None if bias_dtype is None else torch.randn(32).to(bias_dtype)
+    for accumulation in ("fast", "split"):
+        given = (a, b, *scales, bias, out_dtype, accumulation, "")
+        wanted, got = GEMM(*given), GEMM(*given, implementation="scaled_mm")
+        assert (got.shape, got.dtype, got.stride()) == (wanted.shape, out_dtype, wanted.stride())
+        # A bias of another dtype is added to what was rounded already.
+        step = max(torch.finfo(out_dtype).eps, 1e-6) * float(wanted.float().abs().max())
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=2 * step)
+
+
+def test_scaled_mm_does_not_ask_the_library_where_there_is_nothing_to_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_scaled_mm")
+    _, _, *scales = operands()
+    bias = torch.randn(32).bfloat16()
+    for rows, length in ((8, 0), (0, 48), (0, 0)):
+        given = (codes(rows, length), codes(32, length), *scales, bias, torch.bfloat16, "fast", "")
+        assert torch.equal(GEMM(*given, implementation="scaled_mm"), bias.expand(rows, 32))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_mm_asks_the_library_for_what_a_gpu_has(
+    bias_dtype: torch.dtype, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No CPU refuses the rest: a bias of another dtype, or a scale that lies between two multiples of 16 bytes."""
+    asked: dict[str, Any] = {}
+
+    def library(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        asked.update(options)
+        return torch.zeros(a.shape[0], b.shape[1], dtype=options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    scales = torch.rand(3) + 0.1
+    for accumulation in ("fast", "split"):
+        given = (codes(8, 48), codes(32, 48), scales[0], scales[2], torch.randn(32).to(bias_dtype), out_dtype)
+        GEMM(*given, accumulation, "", implementation="scaled_mm")
+        assert (asked["bias"] is not None) == (bias_dtype == out_dtype != torch.float32)
+        assert asked["use_fast_accum"] == (accumulation == "fast")
+        for name, scale in (("scale_a", scales[0]), ("scale_b", scales[2])):
+            assert asked[name].data_ptr() % 16 == 0 and torch.equal(asked[name], scale)

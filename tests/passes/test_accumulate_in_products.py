@@ -287,6 +287,22 @@ def test_one_product_for_two_gradients_stays() -> None:
     assert accumulate_in_products(joint([0, 0])) == 0
 
 
+@pytest.mark.parametrize("read", ["nothing", "the view", "the product"])
+def test_a_gradient_that_somebody_else_reads_in_any_shape_stays(read: str) -> None:
+    """Where the operator has added it there is none to read."""
+    graph = joint([None, 0])
+    output = graph.output_node()
+    *others, product = output.args[0]
+    with graph.inserting_before(output):
+        view = graph.call_function(torch.ops.aten.view.default, (product, [16, 16]))
+        view.meta["val"] = product.meta["val"]
+        if read != "nothing":
+            others.insert(0, graph.call_function(torch.relu, (view if read == "the view" else product,)))
+    output.args = ([*others, view],)
+    assert accumulate_in_products(graph) == count_of(graph) == (read == "nothing")
+    graph.lint()
+
+
 @pytest.mark.parametrize("which", ["no tangents", "another input", "another shape", "no list", "fewer"])
 def test_where_it_is_not_certain_whose_gradient_it_is_nothing_changes(which: str) -> None:
     graph = joint([None, 0], tangents=0 if which == "no tangents" else 1)

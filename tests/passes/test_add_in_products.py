@@ -157,6 +157,15 @@ def test_forward_and_backward_are_not_mixed() -> None:
     assert add_in_products(graph_module.graph) == 0
 
 
+def test_what_lies_on_another_device_is_no_addend() -> None:
+    inputs = codes(M), codes(N), torch.randn(M, N).bfloat16()
+    for device, expected in (("cpu", 1), ("meta", 0)):
+        graph = make_fx(lambda a, b, x: x + product(a, b), tracing_mode="fake")(*inputs).graph
+        addend = graph.find_nodes(op="placeholder")[2]
+        addend.meta["val"] = addend.meta["val"].to(device)
+        assert add_in_products(graph) == expected
+
+
 def test_what_would_run_the_product_must_add_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(operator: str, target: registry.Target, arguments: dict[str, Any]) -> tuple[str, list[str]]:
         return ("reference" if arguments["addend"] is not None else "scaled_mm"), []

@@ -22,7 +22,6 @@ from te_compile.passes.pair_producers import pair_producers
 from tests.passes.test_fuse_producers import assert_same_numbers, names, quantized, specs, traced
 
 B, S, HEADS, D = 2, 6, 3, 64
-MOVED = ("cat", "slice", "slice_scatter", "permute", "clone", "neg", "mul", "add")
 
 
 def heads(number: int = HEADS, width: int = D) -> Tensor:
@@ -120,6 +119,16 @@ def test_a_rotation_forward_is_the_producers_too() -> None:
         "x3: bool[columns 0:32 of 64]; x4: float32[M, D of c[0:64]]; "
         "t0 = mul(x0, x1); t1 = neg(x2); t2 = where(x3, t1, x2); t3 = mul(t2, x4); t4 = add(t0, t3); quantize t4"
     ]
+
+
+def test_tables_that_are_made_for_a_rotation_alone_do_not_keep_it_from_its_producer() -> None:
+    """One for all heads is small, whatever it takes for one head."""
+
+    def function(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+        return quantized(side_by_side(rotated(x, angles.cos(), angles.sin()).bfloat16()))
+
+    graph = assert_same_numbers(function, heads(2).bfloat16(), tables()[0], expected=1)
+    assert "[M, D of b[0:64]]" in specs(graph)[0]
 
 
 def test_features_that_are_not_rotated_pass_by() -> None:

@@ -143,6 +143,32 @@ def test_an_added_number_that_keeps_scores_in_coarse_steps_stays_where_it_may_hi
     assert_recognised(causal, *operands())
 
 
+@pytest.mark.parametrize(("number", "factor"), [(2.0**15, 1.0), (2.0**16, 0.5), (2.0**14, 2.0)])
+def test_up_to_steps_of_a_256th_an_added_number_keeps_scores_and_above_it_stays(number: float, factor: float) -> None:
+    """As it counts after it was scaled; float32 has steps of 2^-9 before 2^15, and of 2^-8 behind it."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax((q @ k.mT * 0.3 + hidden.float() * -number) * factor, dim=-1) @ v
+
+    def one_more(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax((q @ k.mT * 0.3 + hidden.float() * -(number + 1)) * factor, dim=-1) @ v
+
+    assert_agrees(run, hidden_keys(), hidden_keys(), tolerance=2e-2)
+    assert_stays("rounds the scores", one_more, *operands(), hidden_keys())
+
+
+@pytest.mark.parametrize(("number", "factor"), [(2.0**28, 1.0), (2.0**29, 0.5), (2.0**27, 2.0)])
+def test_from_steps_of_32_on_an_added_number_swallows_scores_and_below_it_stays(number: float, factor: float) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax((q @ k.mT * 0.1 + hidden.float() * -number) * factor, dim=-1) @ v
+
+    def a_little_less(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return F.softmax((q @ k.mT * 0.1 + hidden.float() * -(number - 1)) * factor, dim=-1) @ v
+
+    assert_agrees(run, hidden_keys(), hidden_keys(), forgets=True)
+    assert_stays("rounds the scores", a_little_less, *operands(), hidden_keys())
+
+
 def test_a_mask_in_which_each_token_sees_those_before_it_agrees() -> None:
     """Its first row is hidden entirely by its values, and it does not depend on data."""
 

@@ -13,6 +13,7 @@ from torch.fx import Node
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.prove_masks import Window, proven_meaning, proven_window
 from tests.capturing import captured
+from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -367,6 +368,18 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
+
+
+@pytest.mark.parametrize("mask", [from_truths_of_a_comparison, all_but_a_window])
+def test_attention_under_a_mask_without_a_proof_is_the_models(mask: Mask) -> None:
+    def run(x: Tensor) -> Tensor:
+        k = x[:, None]
+        return F.scaled_dot_product_attention(k, k, k, attn_mask=mask(x))
+
+    fast = compiled(run, dynamic=True)
+    for length in (12, 7):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(fast(x), run(x))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

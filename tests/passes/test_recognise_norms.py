@@ -277,6 +277,18 @@ def eps_that_is_a_tensor(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(w * (x * torch.rsqrt(mean_square(x) + w.sum().abs())), matrix)
 
 
+def at_least_a_number(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(w * (x * torch.rsqrt(mean_square(x).clamp(1e-2))), matrix)
+
+
+def times_a_number(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(w * (x * torch.rsqrt(mean_square(x) * 0.5)), matrix)
+
+
+def less_a_number(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(w * (x * torch.rsqrt(mean_square(x) - 1e-2)), matrix)
+
+
 def changed_in_between(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
     y = x * 2
     wide = y.double().float()
@@ -312,6 +324,9 @@ def partly_without_gradients(x: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
         squares_of_another_tensor,
         less_the_mean_of_another_tensor,
         eps_that_is_a_tensor,
+        at_least_a_number,
+        times_a_number,
+        less_a_number,
         changed_in_between,
         changed_afterwards,
         partly_without_gradients,

@@ -12,10 +12,14 @@ from torch.fx import Node
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from te_compile.ops.quantize import QUANTIZE
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of, result
 from te_compile.passes.manager import Compilation
 from te_compile.passes.prune_outputs import PRODUCERS, layouts_of
+from te_compile.passes.remake_transposed import remake_transposed
+from te_compile.recipe import ScaleRule
+from tests.capturing import traced
 from tests.compiling import compiled, te_nodes, train_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -109,11 +113,17 @@ def test_what_attention_gives_is_quantised_again_from_itself() -> None:
     assert [node.args[2] for node in made_again(record)] == [torch.float8_e4m3fn]
 
 
+def half_kept(x: Tensor) -> Tensor:
+    """Of two matrices, the second of which nothing keeps."""
+    return F.gelu(x) + x.flip(0)
+
+
 @pytest.mark.parametrize(
     ("why", "run"),
     [
         ("it is handed in", lambda parts, x: parts["a"](x)),
         ("nobody's backward reads a sum", lambda parts, x: parts["b"](parts["a"](x) + 1)),
+        ("GELU's backward reads one addend alone", lambda parts, x: parts["b"](half_kept(parts["a"](x)))),
     ],
 )
 def test_what_nobody_else_keeps_is_kept_transposed(why: str, run: Callable[[nn.ModuleDict, Tensor], Tensor]) -> None:
@@ -121,6 +131,21 @@ def test_what_nobody_else_keeps_is_kept_transposed(why: str, run: Callable[[nn.M
     assert count(record) == 0 and not made_again(record), why
     both = [node for name in PRODUCERS for node in te_nodes(record, name) if arguments_of(node)["columnwise"]]
     assert any(arguments_of(node)["rowwise"] for node in both)
+
+
+@pytest.mark.parametrize("forward_reads", [False, True])
+def test_a_transposed_copy_that_the_forward_pass_reads_too_is_made_there(forward_reads: bool) -> None:
+    def step(x: Tensor, scale: Tensor) -> list[Tensor]:
+        q, qt, _, _ = QUANTIZE(x, scale, torch.float8_e4m3fn, True, True, ScaleRule().text())
+        in_forward = [q.clone(), *([qt.clone()] if forward_reads else [])]
+        return [*in_forward, qt.clone(), x.cos()]
+
+    graph = traced(step, torch.randn(16, 32), torch.ones(())).graph
+    for node in graph.output_node().all_input_nodes[-2:]:
+        node.meta["partitioner_tag"] = "is_backward"
+    assert remake_transposed(graph) == (not forward_reads)
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 1 + (not forward_reads)
 
 
 def test_a_frozen_weight_wants_no_transposed_copy() -> None:
