@@ -15,7 +15,6 @@ Row = dict[str, Any]
 Points = list[tuple[int, float]]
 
 BASELINE, DEFAULT, FORCED = "compile", "te_fp8", "te_fp8_forced"
-TITLES = {DEFAULT: "te_fp8", FORCED: "te_fp8, cost_model=False"}
 WORKS = {"step_ms": "Training step", "fwd_nograd_ms": "Forward without gradients"}
 NEVER_BELOW = 0.98
 """What te_fp8 promises with its cost model on: never more than 2% slower than torch.compile."""

@@ -342,7 +342,7 @@ def poll() -> None:
     _pause = _calls_left = min(2 * _pause + 1, LONGEST_PAUSE)
     for device, tensors in _waiting_tensors().items():
         if device not in _looks and device.type != "meta":
-            look = _look_at(device, tensors)
+            look = _look_at(tensors)
             if look.scales.arrived():
                 _read(look)
             else:
@@ -360,7 +360,7 @@ def _waiting_tensors() -> dict[torch.device, list[tuple[int, Tensor]]]:
     return found
 
 
-def _look_at(device: torch.device, tensors: list[tuple[int, Tensor]]) -> _Look:
+def _look_at(tensors: list[tuple[int, Tensor]]) -> _Look:
     """Start the copy of all scales of ``tensors``; whoever watches the operators of this call has no part in it."""
     rows = [(number, tensor.shape[0]) for number, tensor in tensors]
     with torch.no_grad(), _disable_current_modes():

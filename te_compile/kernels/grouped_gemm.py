@@ -56,7 +56,7 @@ NARROW = GemmTile(64, 128, 4, 4)  # for experts that have fewer than 64 rows on 
 
 
 @triton.jit
-def _multiplied(acc, a, b, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
+def _multiplied(acc, a, b, SPLIT: tl.constexpr):
     """acc + a · bᵀ, for tiles that are read along the contraction.
 
     "split" promotes after each block by an addition of its own. Left to Triton (``max_num_imprecise_acc``), the
@@ -125,7 +125,7 @@ def _grouped_gemm_kernel(
                 left = k[None, :] < length - block
                 codes = tl.load(a_at, mask=within_m[:, None] & left, other=0.0)
                 others = tl.load(b_at, mask=within_n[:, None] & left, other=0.0)
-            acc = _multiplied(acc, codes, others, SPLIT, BLOCK_K)
+            acc = _multiplied(acc, codes, others, SPLIT)
             a_at += BLOCK_K
             b_at += BLOCK_K
         acc *= tl.load(a_scale_inv) * tl.load(b_scale_inv)
@@ -166,19 +166,19 @@ def _grouped_wgrad_kernel(
         for _ in range(0, whole):
             codes = tl.load(a_at, mask=(row < rows)[:, None], other=0.0)
             others = tl.load(b_at, mask=(column < columns)[:, None], other=0.0)
-            acc = _multiplied(acc, codes, others, SPLIT, BLOCK_K)
+            acc = _multiplied(acc, codes, others, SPLIT)
             a_at += BLOCK_K
             b_at += BLOCK_K
         last = tl.multiple_of(first + whole * BLOCK_K, 16)
         if last < end:
             codes = _cleared(a, row, last + k, rows, start, end, padded)
             others = _cleared(b, column, last + k, columns, start, end, padded)
-            acc = _multiplied(acc, codes, others, SPLIT, BLOCK_K)
+            acc = _multiplied(acc, codes, others, SPLIT)
         if start < first:
             before, stop = tl.multiple_of(first - 16, 16) + tl.arange(0, LEAST_K), tl.minimum(first, end)
             codes = _cleared(a, row, before, rows, start, stop, padded)
             others = _cleared(b, column, before, columns, start, stop, padded)
-            acc = _multiplied(acc, codes, others, SPLIT, LEAST_K)
+            acc = _multiplied(acc, codes, others, SPLIT)
     acc *= tl.load(a_scale_inv) * tl.load(b_scale_inv)
     y += expert.to(tl.int64) * rows * columns
     inside = (row < rows)[:, None] & (column < columns)[None, :]

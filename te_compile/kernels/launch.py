@@ -115,10 +115,10 @@ class Launches:
         self.is_settled = len(bound) == len(self.each)
         if bound and self.is_settled and player.core() is not None:
             self.device = bound[0][2]
-            self.play = player.launches([_step(*each) for each in bound])
+            self.play = player.launches([_step(compiled, programs, values) for compiled, programs, _, values in bound])
 
 
-def _step(compiled: Any, programs: Programs, device: int, values: tuple[Any, ...]) -> Step:
+def _step(compiled: Any, programs: Programs, values: tuple[Any, ...]) -> Step:
     """The launch as replays know it."""
     run = (compiled.function, compiled.packed_metadata, None, None, None)
     return Step(compiled.run, [*programs, None, *run, *values], [(len(programs), -1, 0)], compiled)

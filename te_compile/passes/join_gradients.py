@@ -16,7 +16,7 @@ Only what a producer can then read in parts is rewritten: for all else the sum i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -161,11 +161,11 @@ def _is_zero(node: Node) -> bool:
     return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
-def _covering(placed: Iterable[Placed | None], total: Node) -> Joined | None:
+def _covering(placed: Sequence[Placed | None], total: Node) -> Joined | None:
     """The tensors in their places, if each of those is taken once."""
     known = [each for each in placed if each is not None]
     value = value_of(total)
-    if len(known) != len(list(placed)) or value is None:
+    if len(known) != len(placed) or value is None:
         return None
     known.sort(key=lambda each: each.start)
     dim, stacked = known[0].dim, known[0].stacked
