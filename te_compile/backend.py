@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from te_compile.compilers import captures_cuda_graphs, compiler_of
 from te_compile.data_parallel import tell_of_cuts
@@ -87,29 +87,32 @@ def rewrite(
     """The passes on Dynamo's graph: normalise, fold masks, find, select, spell out, lower. Changes ``gm`` in place."""
     plan, graph = compilation.plan, gm.graph
     regions, left = regions_of(gm)
+
+    def run(function: Callable[..., int], *given: Any, on: Graph = graph) -> None:
+        compilation.run(function.__name__, partial(function, *given), on)
+
     for normalize in NORMALIZE_PASSES:
         for region in regions:
-            compilation.run(normalize.__name__, partial(normalize, region.graph), region.graph)
-    compilation.run("fold_masks", partial(fold_masks, regions), graph)
+            run(normalize, region.graph, on=region.graph)
+    run(fold_masks, regions)
     for region in regions:  # after the masks: only attention without one takes heads as they are
-        compilation.run("move_row_masks", partial(move_row_masks, region.graph), region.graph)
-        compilation.run("undo_repeated_heads", partial(undo_repeated_heads, region.graph), region.graph)
-        compilation.run("share_one_head", partial(share_one_head, region.graph), region.graph)
-    compilation.run("find_attentions", partial(find_attentions, regions, left, plan), graph)
+        for each in (move_row_masks, undo_repeated_heads, share_one_head):
+            run(each, region.graph, on=region.graph)
+    run(find_attentions, regions, left, plan)
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
-        compilation.run("lower_attentions", partial(lower_attentions, regions, plan, chosen), graph)
-    compilation.run("window_attentions", partial(window_attentions, regions, plan), graph)
-    compilation.run("biased_attentions", partial(biased_attentions, regions, plan, chosen), graph)
-    compilation.run("find_linears", partial(find_linears, regions, left, example_inputs, plan), graph)
-    compilation.run("select_linears", partial(select_linears, plan, chosen), graph)
-    compilation.run("choose_attention_kernels", partial(choose_attention_kernels, regions, plan, chosen), graph)
-    compilation.run("varying_attentions", partial(varying_attentions, regions, plan, chosen), graph)
-    compilation.run("masked_attentions", partial(masked_attentions, regions, plan, chosen), graph)
-    compilation.run("draw_dropouts", partial(draw_dropouts, regions, plan, chosen), graph)
+        run(lower_attentions, regions, plan, chosen)
+    run(window_attentions, regions, plan)
+    run(biased_attentions, regions, plan, chosen)
+    run(find_linears, regions, left, example_inputs, plan)
+    run(select_linears, plan, chosen)
+    run(choose_attention_kernels, regions, plan, chosen)
+    run(varying_attentions, regions, plan, chosen)
+    run(masked_attentions, regions, plan, chosen)
+    run(draw_dropouts, regions, plan, chosen)
     if chosen.strict:
         plan.require_all_supported()
-    compilation.run("patches_as_products", partial(patches_as_products, plan), graph)
-    compilation.run("spell_out_linears", partial(spell_out_linears, plan), graph)
+    run(patches_as_products, plan)
+    run(spell_out_linears, plan)
     signature = Signature()
 
     def lower() -> int:
