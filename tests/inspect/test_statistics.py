@@ -92,6 +92,7 @@ def test_several_tensors_add_up_as_one() -> None:
 def test_before_the_first_step_there_is_a_note_and_no_row(fresh_dynamo: None) -> None:
     found = te_compile.stats(Block())
     assert not found.rows and "call the compiled model first" in str(found)
+    assert "nothing known" in str(found).partition("\n")[0]
     assert "keeps no state" in str(te_compile.stats(Block(), options={"recipe": "current"}))
 
 
@@ -360,6 +361,8 @@ def test_a_sharded_model_is_not_measured(fresh_dynamo: None) -> None:
 def test_only_a_module_has_figures_without_a_call() -> None:
     with pytest.raises(TypeError, match="module"):
         te_compile.stats(lambda x: x)
+    with pytest.raises(TypeError, match="give an example call"):
+        te_compile.stats(Block(), loss=Tensor.sum)
 
 
 # --- as text, JSON and picture -------------------------------------------------------------------------------------
