@@ -89,7 +89,8 @@ def rewrite(
     regions, left = regions_of(gm)
 
     def run(function: Callable[..., int], *given: Any, on: Graph = graph) -> None:
-        compilation.run(function.__name__, partial(function, *given), on)
+        named = function.func if isinstance(function, partial) else function  # some of its arguments may be bound
+        compilation.run(named.__name__, partial(function, *given), on)
 
     for normalize in NORMALIZE_PASSES:
         for region in regions:
