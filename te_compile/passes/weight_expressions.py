@@ -253,7 +253,10 @@ class Weights:
                 owned.append(source)
             elif is_given(source) or _is_product(source) or len(begun) > _MOST_NODES:
                 return None
-            waiting += [(each, place) for each in source.all_input_nodes]
+            # What the model holds is its own, whatever is written there; what the graph makes is made by writes too.
+            writers = self.writers.get(storage_of(source), ()) if source.op != "placeholder" else ()
+            makers = [source, *(each for each in writers if each.graph is place.graph)]
+            waiting += [(each, place) for maker in makers for each in maker.all_input_nodes]
         return max(owned, key=lambda leaf: value_of(leaf).numel()) if owned else None
 
     @functools.cached_property

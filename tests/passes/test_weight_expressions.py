@@ -195,6 +195,13 @@ def _mask_written(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return linear(x, w * m)
 
 
+def _written_into_zeros(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """Which alone lead back to no parameter."""
+    spread = torch.zeros(48, 64)
+    spread[:, ::2] = w
+    return linear(x, spread[:, 1:33] + spread[:, 16:48])
+
+
 def _dropped(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return linear(x, F.dropout(w, 0.5))
 
@@ -247,7 +254,7 @@ def _written_by_somebody(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Ten
 
 RANDOM = (_dropped, _with_noise, _counted, _not_looked_into)
 WRITTEN_AROUND = (_written_before, _mask_written, _shortened, _with_statistics, _written_by_somebody)
-IN_PLACE = (*RANDOM, *WRITTEN_AROUND, _written_copy, _under_autocast)
+IN_PLACE = (*RANDOM, *WRITTEN_AROUND, _written_copy, _written_into_zeros, _under_autocast)
 
 
 @pytest.mark.parametrize("recipe", ("delayed", "current"))
@@ -340,6 +347,15 @@ def test_products_that_are_written_out_as_linears_take_such_weights_as_these_do(
         results.append((y, x.grad, got["weight"]))
     for expected, found in zip(*results, strict=True):
         assert error_but_for_ties(found, expected) < 2e-3
+
+
+def test_what_an_activation_is_written_into_is_no_weight() -> None:
+    def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        made = w.clone()
+        made[:5] = x
+        return linear(x, made)
+
+    assert only_site(Made(run, 48, 32), torch.randn(5, 32)).cause is Cause.UNSUPPORTED
 
 
 @pytest.mark.parametrize("form", WRITTEN_OUT)
