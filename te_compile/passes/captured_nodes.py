@@ -6,15 +6,24 @@ what passes ask about such a node, so that none of them has to know all spelling
 
 from __future__ import annotations
 
+import builtins
+import functools
 import math
+import operator
 from typing import Any, TypeGuard
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_HOMES = (
+    torch, F, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft, operator, builtins, math,
+)  # fmt: skip
+_NAMESPACES = {"aten", "prims", "prim", "te"}
 _UNKNOWN_SIZE = 4096  # what a size that no example shows is taken for, in reports and in the cost model
 
 
@@ -54,7 +63,16 @@ def rows_of(x: Tensor) -> int:
 
 
 def called(node: Node) -> str:
-    """``transpose`` for ``w.transpose(0, 1)`` and ``torch.transpose(w, 0, 1)``, ``T`` for ``w.T``; "" for no call."""
+    """``transpose`` for ``w.transpose(0, 1)`` and ``torch.transpose(w, 0, 1)``, ``T`` for ``w.T``; "" for no call, and
+    for one of what is not PyTorch's and has the name of something that is, or is another thing of PyTorch's, as
+    ``torch.masked.softmax``."""
+    if node.op == "call_function" and node.target is not getattr and not _is_what_its_name_says(node.target):
+        return ""
+    return name_called(node)
+
+
+def name_called(node: Node) -> str:
+    """The same, whoever's it is: for those who must guess what it may do."""
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_method":
@@ -63,6 +81,22 @@ def called(node: Node) -> str:
         return node.target._schema.name.rpartition("::")[2]
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name if isinstance(name, str) else ""
+
+
+def is_of_a_library(function: Any) -> bool:
+    """Is it an operator that somebody registered with PyTorch?"""
+    if isinstance(function, OpOverload):
+        return function.namespace not in _NAMESPACES
+    return isinstance(function, OpOverloadPacket) and function._qualified_op_name.partition("::")[0] not in _NAMESPACES
+
+
+@functools.cache
+def _is_what_its_name_says(function: Any) -> bool:
+    """Is it PyTorch's or Python's function of this name, the one that everybody means by it?"""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return not is_of_a_library(function)
+    name = getattr(function, "__name__", "")
+    return isinstance(name, str) and any(getattr(home, name, None) is function for home in _HOMES)
 
 
 def storage_of(node: Node) -> int | None:

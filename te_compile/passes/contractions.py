@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.sizes import same
 from te_compile.passes.writing import Writer
 
@@ -83,9 +83,7 @@ def source_of(view: Node) -> Node:
 
 def order_of(node: Node) -> Order | None:
     """The order in which ``node`` has the dimensions of the tensor that it transposes; None if it does not."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.target is getattr:
-        name = node.args[1]
+    name = called(node)
     source = argument(node, 0, "input") if name in (*_SWAPS, "permute", "mT") else None
     if not is_tensor(source) or not is_tensor(node):
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import called
+from te_compile.passes.captured_nodes import name_called
 
 _ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
 
@@ -19,7 +19,7 @@ def transforms_around(graph: Graph) -> dict[Node, str]:
     around: dict[Node, str] = {}
     entered: list[str] = []
     for node in graph.nodes:
-        name = called(node)
+        name = name_called(node)
         if entered:
             transform = f"a function transform of torch.func ({entered[-1]})"
             around[node] = f"inside {transform}, which FP8 operators do not know; move it out of there for FP8"

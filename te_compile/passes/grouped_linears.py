@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, name_called, size_hint, value_of
 from te_compile.passes.plan import Cause, Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
@@ -35,12 +35,12 @@ OTHER_FORM = (
 
 def is_grouped_product(node: Node) -> bool:
     """Is ``node`` a product of groups of rows or columns, in any of its forms?"""
-    return node.op == "call_function" and (node.target in _PRODUCTS or called(node) == _FALLBACK)
+    return node.op == "call_function" and (node.target in _PRODUCTS or name_called(node) == _FALLBACK)
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
     """x, the weight and the ends of the groups, if that is all that the product has."""
-    names = ("input", "weight") if called(node) == _FALLBACK else ("mat_a", "mat_b")
+    names = ("input", "weight") if name_called(node) == _FALLBACK else ("mat_a", "mat_b")
     names = ("self", "mat2") if names[0] not in node.kwargs and "self" in node.kwargs else names
     x, weight = (argument(node, position, name) for position, name in enumerate(names))
     ends, bias = argument(node, 2, "offs"), argument(node, 3, "bias")

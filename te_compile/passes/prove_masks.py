@@ -429,6 +429,8 @@ def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
         elif mask.target not in ("expand", "to", "contiguous", "clone", "detach"):
             break
         assert isinstance(source, Node)
+        if value_of(source).dtype not in _FLOATS:  # truths as numbers, 0 and 1, hide nothing
+            raise _UnknownError
         mask = source
     return mask, factor
 

@@ -52,7 +52,7 @@ from te_compile.passes.attention_scores import (
     same_sizes,
     scores_behind,
 )
-from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of, wrapped_kind
 from te_compile.passes.contractions import Contraction, Operand, contractions_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
@@ -135,7 +135,7 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> tuple[Node, Contraction, f
             raise NotAttentionError("its weights are dropped twice; use one dropout for a fused kernel")
         is_harmless = is_cast(user) and value_of(user).is_floating_point()
         if p is None and not is_harmless and not (is_tensor(user) and _keeps_rows(user, weights)):
-            why = f"its weights go through {called(user)} before they meet the values"
+            why = f"its weights go through {name_called(user)} before they meet the values"
             raise NotAttentionError(f"{why}; nothing to do: no fused kernel computes that")
         dropout = p or dropout
         weights = user

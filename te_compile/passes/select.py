@@ -22,7 +22,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.ops.quantize import ALIGNMENT
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import argument, called, size_hint, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, name_called, size_hint, value_of, wrapped_kind
 from te_compile.passes.input_readers import price_of_input, readers_of_inputs, saved_by, weights_of
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Region
@@ -96,7 +96,7 @@ def _reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> It
 
 def _name(node: Node) -> str:
     """What ``node`` calls, by one name for it in place and not."""
-    return called(node).removesuffix("_")
+    return name_called(node).removesuffix("_")
 
 
 def _keeps_values(node: Node) -> bool:
@@ -132,7 +132,7 @@ def _picks(node: Node) -> bool:
     """Does ``node`` say where the largest or smallest are?"""
     if _name(node) in _PICKS_WITH_VALUES:
         places = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
-        return any(user.users for user in places) or any(called(user) == "indices" for user in node.users)
+        return any(user.users for user in places) or any(name_called(user) == "indices" for user in node.users)
     if _name(node) == "gumbel_softmax":
         return bool(argument(node, 2, "hard", False))
     return _name(node) in _PICKS

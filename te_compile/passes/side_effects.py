@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, memories_of
+from te_compile.passes.captured_nodes import argument, memories_of, name_called
 from te_compile.passes.written_tensors import written_by
 
 _BORDERS = {
@@ -28,7 +28,7 @@ def _may_be_view(node: Node, source: Node) -> bool:
     are more views than names; and where it may under other sizes, as the name of a view of its first operand says."""
     if not memories_of(source).isdisjoint(memories_of(node)):
         return True
-    return (node.target is getattr or called(node) in _ALIASES) and argument(node, 0, "input") is source
+    return (node.target is getattr or name_called(node) in _ALIASES) and argument(node, 0, "input") is source
 
 
 def is_border(node: Node) -> bool:

@@ -32,7 +32,16 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
-from te_compile.passes.captured_nodes import argument, called, guards_of, storage_of, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import (
+    argument,
+    called,
+    guards_of,
+    is_of_a_library,
+    name_called,
+    storage_of,
+    value_of,
+    wrapped_kind,
+)
 from te_compile.passes.einsum_letters import adds_nothing_up
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.regions import Region
@@ -324,7 +333,7 @@ class Weights:
 
     def _require_repeatable(self, node: Node, region: Region, by_products: bool) -> None:
         """Would a copy of ``node`` in front of the graph give the same value?"""
-        name, prefix = called(node), "its weight is computed in the graph"
+        name, prefix = name_called(node), "its weight is computed in the graph"
         if node.op == "get_attr" and region.parent is None:
             return
         if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
@@ -335,9 +344,10 @@ class Weights:
         if _draws(node) or _RANDOM.search(name):
             why = f"{prefix} by {name}, which gives another result each time"
             raise NotInFrontError(f"{why}; nothing to do: its FP8 copy would not be the weight")
-        if inspect.isfunction(node.target) and not node.target.__module__.startswith("torch."):
-            why = f"{prefix} by {name}, a function that torch.compile was told not to look into"
-            raise NotInFrontError(f"{why}; let it trace that function for FP8")
+        is_a_users = inspect.isfunction(node.target) and not node.target.__module__.startswith("torch.")
+        if is_a_users or is_of_a_library(node.target):
+            why = f"{prefix} by {name}, into which torch.compile does not look"
+            raise NotInFrontError(f"{why}; make it of PyTorch's own operators for FP8")
         if node in self.under_autocast:
             raise NotInFrontError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
@@ -348,7 +358,7 @@ def _draws(node: Node) -> bool:
     """Does an operator of this name draw random numbers?"""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    packet = getattr(torch.ops.aten, called(node), None)
+    packet = getattr(torch.ops.aten, name_called(node), None)
     overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in overloads)
 
@@ -378,7 +388,7 @@ def _under_autocast(graph: Graph) -> Iterator[Node]:
     """The nodes between the beginning and the end of an autocast in the graph."""
     depth = 0
     for node in graph.nodes:
-        name = called(node)
+        name = name_called(node)
         if name == "_exit_autocast":
             depth -= 1
         if depth > 0:

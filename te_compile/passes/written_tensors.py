@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from te_compile.passes.captured_nodes import argument, called, storage_of
+from te_compile.passes.captured_nodes import argument, name_called, storage_of
 
 _IN_PLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
@@ -49,7 +49,7 @@ def _written_by(node: Node) -> Iterator[Node]:
     if isinstance(node.target, HigherOrderOperator):
         yield from _written_inside(node)
         return
-    name, target = called(node), node.target
+    name, target = name_called(node), node.target
     # operator.and_ and its like end so because their names are Python's.
     ends_in_place = name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
     if ends_in_place or target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace"):
@@ -113,7 +113,7 @@ def _parameters_of(name: str, function: Callable[..., Any] | None) -> dict[str, 
 def _written_unsaid(node: Node) -> Iterator[Node]:
     """What a function changes whose name does not tell, and which got no keyword that does."""
     function = node.target if callable(node.target) else None
-    parameters = _parameters_of(called(node), function)
+    parameters = _parameters_of(name_called(node), function)
 
     def given(name: str) -> Any:
         return argument(node, parameters[name].place, name, parameters[name].default)

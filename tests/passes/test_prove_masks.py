@@ -278,6 +278,15 @@ def triangle_of_one_column(x: Tensor) -> Tensor:
     return torch.full((1, 1, n, 1), float("-inf")).triu(1).contiguous().expand(1, 1, n, n)
 
 
+def truths_as_numbers(x: Tensor) -> Tensor:
+    """Which add 0 or 1, and hide nothing."""
+    return causal(x).to(x.dtype)
+
+
+def truths_as_larger_numbers(x: Tensor) -> Tensor:
+    return causal(x).to(torch.float64).to(x.dtype) * 5.0
+
+
 def local(x: Tensor) -> Tensor:
     _, q, k = grid(x)
     return (q - k).abs() <= 3
@@ -365,6 +374,7 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
     triangle_without_a_row, triangle_of_a_written_diagonal, filled_where_numbers_were_written, from_truths,
     from_truths_added, from_differences_of_bytes, from_bytes, bytes_below_zero, twice_true,
     from_truths_of_a_comparison, all_but_a_window, triangle_of_one_row, triangle_of_one_column,
+    truths_as_numbers, truths_as_larger_numbers,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None

@@ -241,6 +241,20 @@ def _not_looked_into(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return linear(x, _some_of(w))
 
 
+@torch.library.custom_op("te_compile_tests::round_at_random", mutates_args=())
+def _round_at_random(w: Tensor) -> Tensor:
+    return torch.floor(w * 2 + torch.rand_like(w)) / 2
+
+
+@_round_at_random.register_fake
+def _(w: Tensor) -> Tensor:
+    return torch.empty_like(w)
+
+
+def _by_a_library(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    return linear(x, w + _round_at_random(m))
+
+
 @torch.compiler.allow_in_graph
 def _halve(w: Tensor) -> Tensor:
     with torch.no_grad():
@@ -252,7 +266,7 @@ def _written_by_somebody(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Ten
     return linear(x + _halve(m), w + m)
 
 
-RANDOM = (_dropped, _with_noise, _counted, _not_looked_into)
+RANDOM = (_dropped, _with_noise, _counted, _not_looked_into, _by_a_library)
 WRITTEN_AROUND = (_written_before, _mask_written, _shortened, _with_statistics, _written_by_somebody)
 IN_PLACE = (*RANDOM, *WRITTEN_AROUND, _written_copy, _written_into_zeros, _under_autocast)
 
