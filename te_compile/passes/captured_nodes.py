@@ -20,9 +20,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_HOMES = (
-    torch, F, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft, operator, builtins, math,
-)  # fmt: skip
+_C: Any = torch._C  # whose stubs leave some of these out
+_HOMES = (torch, F, torch.Tensor, _C._nn, _C._linalg, _C._special, _C._fft, operator, builtins, math)
 _NAMESPACES = {"aten", "prims", "prim", "te"}
 _UNKNOWN_SIZE = 4096  # what a size that no example shows is taken for, in reports and in the cost model
 
