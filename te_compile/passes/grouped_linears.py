@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, name_called, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, size_hint, value_of
 from te_compile.passes.plan import Cause, Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
 FORM = "grouped_mm"
 _PRODUCTS = {torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm)}
-_FALLBACK = "grouped_mm_fallback"
+_FALLBACK = "transformers::grouped_mm_fallback"
 """The name of Hugging Face's operator, which is there only once its library is imported."""
 
 OTHER_FORM = (
@@ -33,14 +34,21 @@ OTHER_FORM = (
 """Why a grouped product that is none of these stays in high precision."""
 
 
+def _is_fallback(function: Any) -> bool:
+    """Is it what Hugging Face's experts call where PyTorch has no grouped product?"""
+    if isinstance(function, OpOverload):
+        return bool(function._schema.name == _FALLBACK)
+    return isinstance(function, OpOverloadPacket) and function._qualified_op_name == _FALLBACK
+
+
 def is_grouped_product(node: Node) -> bool:
     """Is ``node`` a product of groups of rows or columns, in any of its forms?"""
-    return node.op == "call_function" and (node.target in _PRODUCTS or name_called(node) == _FALLBACK)
+    return node.op == "call_function" and (node.target in _PRODUCTS or _is_fallback(node.target))
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
     """x, the weight and the ends of the groups, if that is all that the product has."""
-    names = ("input", "weight") if name_called(node) == _FALLBACK else ("mat_a", "mat_b")
+    names = ("input", "weight") if _is_fallback(node.target) else ("mat_a", "mat_b")
     names = ("self", "mat2") if names[0] not in node.kwargs and "self" in node.kwargs else names
     x, weight = (argument(node, position, name) for position, name in enumerate(names))
     ends, bias = argument(node, 2, "offs"), argument(node, 3, "bias")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from te_compile.passes.captured_nodes import called, name_called
+from te_compile.passes.grouped_linears import is_grouped_product
 from tests.compiling import compiled, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -63,6 +64,20 @@ def test_what_has_the_name_of_something_else_has_none(function: Callable[..., An
     graph = Graph()
     node = graph.call_function(function, (graph.placeholder("x"),))
     assert called(node) == "" and name_called(node) in ("softmax", "logsumexp", "transpose")
+
+
+@torch.library.custom_op("te_compile_tests::grouped_mm_fallback", mutates_args=())
+def something_else(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.ops.te_compile_tests.grouped_mm_fallback, torch.ops.te_compile_tests.grouped_mm_fallback.default],
+)
+def test_an_operator_of_hugging_faces_is_known_by_its_library_too(function: Callable[..., Any]) -> None:
+    graph = Graph()
+    assert not is_grouped_product(graph.call_function(function, tuple(graph.placeholder(name) for name in "xwo")))
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
