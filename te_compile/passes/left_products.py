@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from te_compile.passes.captured_nodes import argument, called, is_tensor, rows_of, size_hint, value_of
-from te_compile.passes.plan import Cause, Site
+from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
-from te_compile.passes.weight_expressions import NotAWeightError, Weights
+from te_compile.passes.weight_expressions import Weights
 from te_compile.passes.writing import Writer
 
 
@@ -31,14 +31,8 @@ def left_site(region: Region, node: Node, weights: Weights) -> Site | None:
     out_features, in_features = map(size_hint, value_of(weight).shape)
     tokens = rows_of(value_of(x).mT)
     site = Site("", called(node), region, node, tokens, (in_features, out_features), x, weight)
-    try:
-        site.multiplies_by(weights.weight(weight, region, transposed=False))
-    except NotAWeightError as reason:
-        parameter = weights.owner(weight, region)
-        if parameter is None:
-            return None
-        site.root_weight = parameter
-        site.keep(Cause.UNSUPPORTED, str(reason))
+    if not site.has_a_parameter(weights):
+        return None
     site.spell = partial(_spelled, weight=weight, weights=weights)
     return site
 
