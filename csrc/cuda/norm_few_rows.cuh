@@ -6,7 +6,7 @@
 // runs, and the next one does while it runs.
 #pragma once
 
-#include "norm_quantize_kernel.cuh"
+#include "norm_elements.cuh"
 #include "programmatic.cuh"
 
 namespace te_compile {
@@ -126,24 +126,13 @@ __device__ uint2 codes_of_eight(const Eight<T>& y, float used) {
   return make_uint2(codes[0], codes[1]);
 }
 
-#endif
+/// The columns of a thread's vectors, and the rows of a block.
+__device__ int column_of(int vector) { return (vector * kFewThreads + static_cast<int>(threadIdx.x)) * kVector; }
+__device__ int64_t row_of(int r) { return static_cast<int64_t>(blockIdx.x) + r * static_cast<int64_t>(gridDim.x); }
 
-/// Rows: of a block, at most; Vectors: of eight columns that a thread has of each row.
-template <typename T, bool Centre, bool RoundFirst, int Rows, int Vectors>
-__global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid_constant__ Task task) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  using P = Pair<T>;
-  __shared__ float sums[2][kFewWarps][Rows];
-  __shared__ float largest_of_warp[kFewWarps], largest_of_block[kPortableCluster];
-  has_begun();
-  await_before();
-  let_next_begin();
-  const int columns = task.columns;
-  const auto column_of = [](int vector) { return (vector * kFewThreads + static_cast<int>(threadIdx.x)) * kVector; };
-  const auto row_of = [](int r) { return static_cast<int64_t>(blockIdx.x) + r * static_cast<int64_t>(gridDim.x); };
-
-  Eight<T> x[Rows][Vectors];
-  EightParameters by[Vectors];
+/// A thread's vectors of each row, zeros where there are none, and the parameters of their columns.
+template <typename T, int Rows, int Vectors>
+__device__ void load(const Task& task, int columns, Eight<T> (&x)[Rows][Vectors], EightParameters (&by)[Vectors]) {
 #pragma unroll
   for (int v = 0; v < Vectors; ++v) {
     const bool inside = column_of(v) < columns;
@@ -158,26 +147,33 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
     }
     by[v] = inside ? eight_parameters(task, column_of(v)) : EightParameters{};
   }
+}
 
-  float mean[Rows] = {}, rstd[Rows] = {};
-  if (Centre) {
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4 * Vectors; ++i) {
-        const float2 value = P::floats(x[r][i / 4].pairs[i % 4]);
-        mean[r] += value.x + value.y;
-      }
-    }
-    add_up(mean, sums[0]);
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) mean[r] /= columns;
-  }
+/// The mean of each row. of_warp: as `add_up` has it.
+template <typename T, int Rows, int Vectors>
+__device__ void find_means(int columns, const Eight<T> (&x)[Rows][Vectors], float (&mean)[Rows], float (*of_warp)[Rows]) {
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
 #pragma unroll
     for (int i = 0; i < 4 * Vectors; ++i) {
-      float2 value = P::floats(x[r][i / 4].pairs[i % 4]);
+      const float2 value = Pair<T>::floats(x[r][i / 4].pairs[i % 4]);
+      mean[r] += value.x + value.y;
+    }
+  }
+  add_up(mean, of_warp);
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) mean[r] /= columns;
+}
+
+/// The rstd of each row about its mean, if Centre, or about 0; writes both.
+template <typename T, bool Centre, int Rows, int Vectors>
+__device__ void find_rstds(const Task& task, int columns, const Eight<T> (&x)[Rows][Vectors], const float (&mean)[Rows],
+                           float (&rstd)[Rows], float (*of_warp)[Rows]) {
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4 * Vectors; ++i) {
+      float2 value = Pair<T>::floats(x[r][i / 4].pairs[i % 4]);
       if (Centre) {
         const bool inside = column_of(i / 4) < columns;
         value.x = inside ? value.x - mean[r] : 0.0f;
@@ -186,7 +182,7 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
       rstd[r] = fmaf(value.x, value.x, fmaf(value.y, value.y, rstd[r]));
     }
   }
-  add_up(rstd, sums[1]);
+  add_up(rstd, of_warp);
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
     rstd[r] = __frcp_rn(__fsqrt_rn(rstd[r] / columns + task.eps));
@@ -195,7 +191,13 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
       task.rstd[row_of(r)] = rstd[r];
     }
   }
+}
 
+/// Makes y of x, in its place. Returns the largest magnitude of a thread's elements, infinity if one is not finite.
+template <typename T, bool Centre, bool RoundFirst, int Rows, int Vectors>
+__device__ float normalise(const Task& task, int columns, Eight<T> (&x)[Rows][Vectors], const float (&mean)[Rows],
+                           const float (&rstd)[Rows], const EightParameters (&by)[Vectors]) {
+  using P = Pair<T>;
   auto largest = P::rounded(make_float2(0.0f, 0.0f));
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -209,14 +211,12 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
   }
   const float2 two = P::floats(largest);
   const bool finite = is_finite(two.x) && is_finite(two.y);
-  const float amax = largest_of_all(finite ? fmaxf(two.x, two.y) : __int_as_float(0x7F800000), largest_of_warp,
-                                    largest_of_block);
-  float used = task.scale == nullptr ? 0.0f : *task.scale;
-  if (!(used > 0.0f)) used = scale_of(amax, task.formula);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *task.amax = amax;
-    *task.scale_inv = 1.0f / used;
-  }
+  return finite ? fmaxf(two.x, two.y) : __int_as_float(0x7F800000);
+}
+
+/// The codes of a thread's elements, and the elements themselves if they are wanted.
+template <typename T, int Rows, int Vectors>
+__device__ void store(const Task& task, int columns, const Eight<T> (&y)[Rows][Vectors], float used) {
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
 #pragma unroll
@@ -224,18 +224,50 @@ __global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid
       if (column_of(v) >= columns || row_of(r) >= task.rows) continue;
       const int64_t at = row_of(r) * columns + column_of(v);
       if (task.q != nullptr) {
-        const uint2 codes = codes_of_eight(x[r][v], used);
+        const uint2 codes = codes_of_eight(y[r][v], used);
         *reinterpret_cast<uint32_t*>(task.q + at) = codes.x;
         *reinterpret_cast<uint32_t*>(task.q + at + 4) = codes.y;
       }
       if (task.y != nullptr) {
-        const uint4 y = *reinterpret_cast<const uint4*>(x[r][v].pairs);
+        const uint4 eight = *reinterpret_cast<const uint4*>(y[r][v].pairs);
         uint2* const to = reinterpret_cast<uint2*>(static_cast<T*>(task.y) + at);
-        to[0] = make_uint2(y.x, y.y);
-        to[1] = make_uint2(y.z, y.w);
+        to[0] = make_uint2(eight.x, eight.y);
+        to[1] = make_uint2(eight.z, eight.w);
       }
     }
   }
+}
+
+#endif
+
+/// Rows: of a block, at most; Vectors: of eight columns that a thread has of each row.
+template <typename T, bool Centre, bool RoundFirst, int Rows, int Vectors>
+__global__ void __launch_bounds__(kFewThreads) norm_few_rows_kernel(const __grid_constant__ Task task) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ float sums[2][kFewWarps][Rows];
+  __shared__ float largest_of_warp[kFewWarps], largest_of_block[kPortableCluster];
+  has_begun();
+  await_before();
+  let_next_begin();
+  const int columns = task.columns;  // read once: behind a barrier it would be read anew
+
+  Eight<T> x[Rows][Vectors];
+  EightParameters by[Vectors];
+  load(task, columns, x, by);
+
+  float mean[Rows] = {}, rstd[Rows] = {};
+  if (Centre) find_means(columns, x, mean, sums[0]);
+  find_rstds<T, Centre>(task, columns, x, mean, rstd, sums[1]);
+
+  const float largest = normalise<T, Centre, RoundFirst>(task, columns, x, mean, rstd, by);
+  const float amax = largest_of_all(largest, largest_of_warp, largest_of_block);
+  float used = task.scale == nullptr ? 0.0f : *task.scale;
+  if (!(used > 0.0f)) used = scale_of(amax, task.formula);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *task.amax = amax;
+    *task.scale_inv = 1.0f / used;
+  }
+  store(task, columns, x, used);
 #endif
 }
 

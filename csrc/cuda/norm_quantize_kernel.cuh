@@ -24,14 +24,7 @@
 // copies that begin before the blocks of a cluster have met.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
-
-#include "cluster.hpp"
-#include "scale.hpp"
-#include "te_compile.h"
+#include "norm_elements.cuh"
 
 namespace te_compile {
 namespace {
@@ -41,10 +34,8 @@ constexpr int kColumns = 1024;  // of a block, at most
 constexpr int kWarps = 16;
 constexpr int kStages = 3;
 constexpr int kThreads = (kWarps + 1) * 32;  // one warp loads
-constexpr int kVector = 8;         // elements of a 16-byte load
 constexpr int kWide = 4;           // neighbouring columns that a thread casts
 constexpr int kStep = 16 * kWide;  // columns that a warp casts
-constexpr int kPortableCluster = 8;  // blocks that every device with clusters can hold together
 constexpr int kLargestCluster = 16;  // what data-centre Hopper and Blackwell grant on request
 
 /// What one block knows of one row: the mean of its columns (0 unless centred) and their squares about that mean.
@@ -53,66 +44,15 @@ struct Part {
   float squares;
 };
 
-struct Task {
-  const void* x;
-  int64_t rows, stride;
-  int columns, columns_of_block, blocks_of_cluster;
-  const void* weight;  // null for none
-  te_dtype weight_dtype;
-  float weight_offset;
-  const void* bias;
-  te_dtype bias_dtype;
-  float eps;
-  const float* scale;
-  bool measured;   // the amax holds the tensor's amax, for where there is no scale
-  bool measuring;  // find the amax and nothing else
-  ScaleFormula formula;
-  void* y;
-  uint8_t* q;
-  uint8_t* qt;
-  float* amax;
-  float* scale_inv;
-  float* mean;
-  float* rstd;
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 constexpr int kRowsOfWarp = kRows / kWarps;
 constexpr int kHalf = kRows / 2;  // rows of a thread in step 3
 
 template <typename T>
-struct Pair;  // two neighbouring elements
-
-template <>
-struct Pair<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
-  static __device__ float2 floats(Type pair) {  // one instruction each
-    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pair);
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u));
-  }
-  static __device__ Type rounded(float2 pair) { return __float22bfloat162_rn(pair); }
-};
-
-template <>
-struct Pair<__half> {
-  using Type = __half2;
-  static __device__ float2 floats(Type pair) { return __half22float2(pair); }
-  static __device__ Type rounded(float2 pair) { return __float22half2_rn(pair); }
-};
-
-template <typename T>
 struct alignas(8) Four {
   typename Pair<T>::Type pairs[2];
 };
-
-__device__ float parameter(const void* values, te_dtype dtype, int64_t at) {
-  switch (dtype) {
-    case TE_BFLOAT16: return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
-    case TE_FLOAT16: return __half2float(static_cast<const __half*>(values)[at]);
-    default: return static_cast<const float*>(values)[at];
-  }
-}
 
 /// The sum (if Centre) and the sum of squares of a row of this block's columns, `row` in shared memory, less `shift`.
 template <typename T, bool Centre>
@@ -184,14 +124,13 @@ __device__ float2 merged(const Part* parts, const Task& task) {
   return make_float2(shift + apart, rsqrtf(variance + task.eps));
 }
 
-/// Four fp32 numbers as FP8 codes, the first one in the lowest byte.
-__device__ uint32_t codes_of(const float (&z)[kWide]) {
-  uint32_t codes;
-  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
-      "mov.b32 %0, {low, high}; }"
-      : "=r"(codes)
-      : "f"(z[0]), "f"(z[1]), "f"(z[2]), "f"(z[3]));
-  return codes;
+/// The codes of four elements. `scaled` in pairs: `zero` times an infinity is a NaN, and nothing else changes.
+template <typename T>
+__device__ uint32_t codes_of(const Four<T>& y, typename Pair<T>::Type zero, float used) {
+  using P = Pair<T>;
+  const float2 first = P::floats(__hfma2(y.pairs[0], zero, y.pairs[0]));
+  const float2 second = P::floats(__hfma2(y.pairs[1], zero, y.pairs[1]));
+  return codes_of({first.x * used, first.y * used, second.x * used, second.y * used});
 }
 
 /// Rows of four codes to columns of four codes.
@@ -221,20 +160,6 @@ __device__ Parameters parameters_at(const Task& task, int64_t at) {
     result.bias[i] = task.bias == nullptr ? -0.0f : parameter(task.bias, task.bias_dtype, at + i);
   }
   return result;
-}
-
-/// What follows for two elements that were divided by their row's size: weight, bias (if Centre) and roundings.
-template <typename T, bool Centre, bool RoundFirst>
-__device__ typename Pair<T>::Type finished(float2 value, const float* weight, const float* bias) {
-  using P = Pair<T>;
-  if (RoundFirst) value = P::floats(P::rounded(value));
-  value.x *= weight[0];
-  value.y *= weight[1];
-  if (Centre) {
-    value.x += bias[0];
-    value.y += bias[1];
-  }
-  return P::rounded(value);
 }
 
 /// y, in x's dtype, of four elements of a row; `statistic`: -mean * rstd, which is as exact as the mean is, and rstd.
@@ -295,10 +220,7 @@ __device__ void cast_columns(const Task& task, const uint8_t* tile, int pitch, i
       if (!Whole || exist) {
         largest = __hmax2_nan(largest, __hmax2_nan(__habs2(result.pairs[0]), __habs2(result.pairs[1])));
       }
-      // `scaled` in pairs: 0 times an infinity is a NaN, and nothing else changes.
-      const float2 first = P::floats(__hfma2(result.pairs[0], zero, result.pairs[0]));
-      const float2 second = P::floats(__hfma2(result.pairs[1], zero, result.pairs[1]));
-      rows[i] = codes_of({first.x * used, first.y * used, second.x * used, second.y * used});
+      rows[i] = codes_of(result, zero, used);
       if (Whole ? exist : row < rows_here) {
         if (store_q) *reinterpret_cast<uint32_t*>(q + i * task.columns) = rows[i];
         if (Emit) *reinterpret_cast<uint2*>(y + i * task.columns) = *reinterpret_cast<const uint2*>(&result);
@@ -434,6 +356,22 @@ __device__ void start_barriers(const Task& task, Shared& shared) {
   publish_barriers();
 }
 
+/// The scale: the given one, or that of the amax which has been measured; writes its inverse.
+__device__ float find_scale(const Task& task) {
+  float used = task.scale == nullptr ? 0.0f : *task.scale;
+  if (task.measured && !(used > 0.0f)) used = scale_of(*static_cast<volatile float*>(task.amax), task.formula);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *task.scale_inv = 1.0f / used;
+  return used;
+}
+
+/// The largest of all lanes' magnitudes, infinity if one is not finite.
+__device__ float largest_of_warp(float2 two) {
+  float amax = is_finite(two.x) && is_finite(two.y) ? fmaxf(two.x, two.y) : __int_as_float(0x7F800000);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+  return amax;
+}
+
 /// A working warp.
 template <typename T, bool Centre, bool RoundFirst>
 __device__ void work(const Task& task, const Walk& walk, Shared& shared, uint8_t* stages) {
@@ -444,12 +382,7 @@ __device__ void work(const Task& task, const Walk& walk, Shared& shared, uint8_t
   const bool exist = column < walk.width;
   const Columns columns{walk.first_column + column, exist ? column * static_cast<int>(sizeof(T)) : -1};
   const Parameters by = exist ? parameters_at(task, columns.at) : Parameters{};
-  float used = 1.0f;
-  if (!task.measuring) {
-    used = task.scale == nullptr ? 0.0f : *task.scale;
-    if (task.measured && !(used > 0.0f)) used = scale_of(*static_cast<volatile float*>(task.amax), task.formula);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *task.scale_inv = 1.0f / used;
-  }
+  const float used = task.measuring ? 1.0f : find_scale(task);
   const bool writes_statistics = blockIdx.x % task.blocks_of_cluster == 0 && warp == 0 && !task.measuring;
   typename P::Type largest = P::rounded(make_float2(0.0f, 0.0f));
   const int turns = walk.turns();
@@ -474,10 +407,7 @@ __device__ void work(const Task& task, const Walk& walk, Shared& shared, uint8_t
     __syncwarp();
     if (lane == 0) arrive(&shared.emptied[turn % kStages]);
   }
-  const float2 two = P::floats(largest);
-  float amax = is_finite(two.x) && is_finite(two.y) ? fmaxf(two.x, two.y) : __int_as_float(0x7F800000);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+  const float amax = largest_of_warp(P::floats(largest));
   if (lane == 0) shared.largest_of_warp[warp] = amax;
 }
 

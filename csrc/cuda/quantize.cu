@@ -72,6 +72,21 @@ __global__ void __launch_bounds__(kThreads)
   reduce_amax(largest, amax);
 }
 
+/// A tile's codes to qt: a thread gathers 16 that stand below one another.
+__device__ void store_transposed(uint8_t* qt, const uint8_t* codes, int64_t rows, int64_t columns, int64_t first_row,
+                                 int64_t first_column) {
+  const int64_t pitch = (rows + 15) / 16 * 16;
+  const int column = threadIdx.x / 4;
+  const int row = threadIdx.x % 4 * 16;
+  if (first_column + column < columns && first_row + row < pitch) {
+    uint32_t run[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) run[i / 4] |= uint32_t{codes[(row + i) * kPitch + column]} << (i % 4 * 8);
+    *reinterpret_cast<uint4*>(qt + (first_column + column) * pitch + first_row + row) =
+        make_uint4(run[0], run[1], run[2], run[3]);
+  }
+}
+
 template <typename T, bool Aligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const T* __restrict__ x, int64_t rows, int64_t columns, const float* scale, ScaleFormula formula,
@@ -119,16 +134,7 @@ __global__ void __launch_bounds__(kThreads)
 
   if (qt != nullptr) {
     __syncthreads();
-    const int64_t pitch = (rows + 15) / 16 * 16;
-    const int column = threadIdx.x / 4;
-    const int row = threadIdx.x % 4 * 16;
-    if (first_column + column < columns && first_row + row < pitch) {
-      uint32_t run[4] = {};
-#pragma unroll
-      for (int i = 0; i < 16; ++i) run[i / 4] |= uint32_t{codes[(row + i) * kPitch + column]} << (i % 4 * 8);
-      *reinterpret_cast<uint4*>(qt + (first_column + column) * pitch + first_row + row) =
-          make_uint4(run[0], run[1], run[2], run[3]);
-    }
+    store_transposed(qt, codes, rows, columns, first_row, first_column);
   }
   reduce_amax(largest, amax);
 }

@@ -142,6 +142,46 @@ __device__ __forceinline__ int part_of(const Task& task, int block) {
   return which;
 }
 
+/// A row of x or a column of the weight. Those beyond the last are the last one, and what comes of them is nobody's element.
+__device__ __forceinline__ const uint8_t* line_at(const uint8_t* from, int line, int count, int depth) {
+  return from + static_cast<int64_t>(min(line, count - 1)) * depth;
+}
+
+/// What is added to an element.
+template <typename T>
+__device__ __forceinline__ float added_to(const Part& part, int64_t at, int column) {
+  float added = 0.0f;
+  if (part.addend != nullptr) added = to_float(static_cast<const T*>(part.addend)[at]);
+  if (part.bias != nullptr) added += value_at(part.bias, part.bias_dtype, column);
+  return added;
+}
+
+/// A lane's vectors of its two columns of b: of each step that its warp has under way, and of each half of it.
+template <typename C>
+__device__ __forceinline__ void load_columns(uint4 (&left)[C::steps][2][2], const uint8_t* const (&b)[2], int first,
+                                             int depth) {
+#pragma unroll
+  for (int s = 0; s < C::steps; ++s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k = first + s * C::warps * kStep + h * kHalf;
+      left[s][h][0] = load_once(b[0] + k, k < depth);
+      left[s][h][1] = load_once(b[1] + k, k < depth);
+    }
+  }
+}
+
+/// A lane's sums to its warp's tiles of rows.
+template <typename C>
+__device__ __forceinline__ void share(float (&tiles)[C::high][kColumns + 1], const float (&sums)[C::rows][4], int line,
+                                      int lane) {
+#pragma unroll
+  for (int r = 0; r < C::rows; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tiles[r * kRows + lane % 4 * 2 + i % 2][i / 2 * 8 + line] = sums[r][i];
+  }
+}
+
 template <typename C, typename T>
 __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(const __grid_constant__ Task task) {
   await_before();
@@ -158,34 +198,19 @@ __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(cons
   float scale = 0.0f, added = 0.0f;
   if (finishes) {
     scale = *task.a_scale_inv * *part.b_scale_inv;
-    if (part.addend != nullptr) added = to_float(static_cast<const T*>(part.addend)[at]);
-    if (part.bias != nullptr) added += value_at(part.bias, part.bias_dtype, column);
+    added = added_to<T>(part, at, column);
   }
 
-  // Lines beyond the last are the last one's, and what comes of them is nobody's element.
-  const uint8_t* b[2];
+  const uint8_t *b[2], *a[C::rows];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    b[h] = part.b + static_cast<int64_t>(min(first + h * 8 + line, part.columns - 1)) * task.depth;
-  }
-  const uint8_t* a[C::rows];
+  for (int h = 0; h < 2; ++h) b[h] = line_at(part.b, first + h * 8 + line, part.columns, task.depth);
 #pragma unroll
-  for (int r = 0; r < C::rows; ++r) {
-    a[r] = task.a + static_cast<int64_t>(min(r * kRows + line, task.rows - 1)) * task.depth;
-  }
+  for (int r = 0; r < C::rows; ++r) a[r] = line_at(task.a, r * kRows + line, task.rows, task.depth);
 
   float sums[C::rows][4] = {};
   for (int start = warp * kStep; start < task.depth; start += C::warps * C::steps * kStep) {
     uint4 left[C::steps][2][2];
-#pragma unroll
-    for (int s = 0; s < C::steps; ++s) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int k = start + s * C::warps * kStep + h * kHalf + vector;
-        left[s][h][0] = load_once(b[0] + k, k < task.depth);
-        left[s][h][1] = load_once(b[1] + k, k < task.depth);
-      }
-    }
+    load_columns<C>(left, b, start + vector, task.depth);
 #pragma unroll
     for (int s = 0; s < C::steps; ++s) {
 #pragma unroll
@@ -203,11 +228,7 @@ __global__ void __launch_bounds__(C::threads, C::blocks) skinny_gemm_kernel(cons
   }
 
   __shared__ float of_warp[C::warps][C::high][kColumns + 1];
-#pragma unroll
-  for (int r = 0; r < C::rows; ++r) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) of_warp[warp][r * kRows + lane % 4 * 2 + i % 2][i / 2 * 8 + line] = sums[r][i];
-  }
+  share<C>(of_warp[warp], sums, line, lane);
   __syncthreads();
   if (!finishes) return;
   float sum = 0.0f;

@@ -381,15 +381,17 @@ void set_error_of(te_status status) {
 
 }  // namespace te_compile::python
 
-PYBIND11_MODULE(_native, module) {
-  module.doc() = "te_compile's C++ core over raw pointers; csrc/include/te_compile.h describes every function.";
-  // The last one registered is tried first: the special case.
-  auto& error = py::register_exception<NativeError>(module, "NativeError", PyExc_RuntimeError);
-  auto& refused = py::register_exception<Unsupported>(module, "Unsupported", error.ptr());
-  native_error = error.ptr();
-  unsupported = refused.ptr();
+namespace {
 
-  module.attr("cuda_built") = te_cuda_built() != 0;
+/// The interpreter lock is released while a function runs.
+constexpr py::call_guard<py::gil_scoped_release> unlocked{};
+
+void add_constants(py::module_& module) {
+  module.attr("INTERFACE") = 4;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
+  module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
+  module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
+  module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
+  module.attr("NORM_FEW_ROWS") = TE_NORM_FEW_ROWS;
 
   module.attr("FLOAT32") = static_cast<int>(TE_FLOAT32);
   module.attr("FLOAT16") = static_cast<int>(TE_FLOAT16);
@@ -403,8 +405,9 @@ PYBIND11_MODULE(_native, module) {
   module.attr("EPILOGUE_GELU_AUX_BIAS") = static_cast<int>(TE_EPILOGUE_GELU_AUX_BIAS);
   module.attr("EPILOGUE_DGELU") = static_cast<int>(TE_EPILOGUE_DGELU);
   module.attr("EPILOGUE_DGELU_BGRAD") = static_cast<int>(TE_EPILOGUE_DGELU_BGRAD);
+}
 
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+void add_quantizers(py::module_& module) {
   module.def("host_quantize", &host_quantize, unlocked, "(x, count, scale, dtype, q) -> amax");
   module.def("host_dequantize", &host_dequantize, unlocked, "(q, count, scale_inv, dtype, y)");
   module.def("host_scale", &host_scale, unlocked, "(amax, fp8_max, margin, epsilon, power_2) -> scale");
@@ -417,12 +420,20 @@ PYBIND11_MODULE(_native, module) {
              "(device, x, x_dtype, rows, columns, stride, weight, weight_dtype, weight_offset, bias, bias_dtype, "
              "centre, round_first, eps, scale, measure, fp8_max, margin, epsilon, power_2, y, q, qt, amax, scale_inv, "
              "mean, rstd, stream)");
+  module.def("cuda_update_scales", &cuda_update_scales, unlocked,
+             "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
+}
+
+void add_attention(py::module_& module) {
   module.def("cuda_attention", &Attention::run, unlocked,
              "(device, dtype, left, right, (batches, heads, key_heads, queries, keys, width), scale, growth, q, strides, k, "
              "strides, v, strides, bits, mask, tiles, mask_batches, out, logsumexp, stream); strides: of batch, row and "
              "head");
   module.def("cuda_attention_backward", &AttentionBackward::run, unlocked,
              "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
+}
+
+void add_products(py::module_& module) {
   module.def("cuda_grouped_gemm", &GroupedGemm::run, unlocked,
              "(device, a, a_dtype, b, b_dtype, tokens, features, depth, experts, feature_stride, expert_stride, a_scale_inv, "
              "b_scale_inv, ends, y, y_dtype, fast_accumulation, stream)");
@@ -432,11 +443,6 @@ PYBIND11_MODULE(_native, module) {
   module.def("cuda_skinny_gemm", &SkinnyGemm::run, unlocked,
              "(device, a, a_scale_inv, rows, depth, y_dtype, columns, bias_dtypes, four b, four b_scale_inv, four bias, four "
              "addend, four y, stream)");
-  module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
-  module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
-  module.attr("NORM_FEW_ROWS") = TE_NORM_FEW_ROWS;
-  module.def("cuda_update_scales", &cuda_update_scales, unlocked,
-             "(device, states, amaxes, rows, history_length, fp8_max, margin, epsilon, power_2, most_recent, stream)");
   const char* const gemm_arguments =
       "(device, a, b, d, a_scale_inv, b_scale_inv, d_scale, amax_d, bias, aux, addend, m, n, k, lda, ldb, ldd, ld_aux, "
       "ld_addend, a_dtype, b_dtype, d_dtype, bias_dtype, aux_dtype, epilogue, fast_accumulation, workspace, "
@@ -444,9 +450,24 @@ PYBIND11_MODULE(_native, module) {
   module.def("cublaslt_gemm", &Product::run, unlocked, gemm_arguments);
   module.def("cublaslt_check", &Over<&te_cublaslt_check, &gemm_of>::run, unlocked, gemm_arguments);
   module.def("cublaslt_version", &cublaslt_version, unlocked, "() -> e.g. 130100");
-  module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
-  module.attr("INTERFACE") = 4;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.def("cublaslt_keep_choices", &cublaslt_keep_choices, unlocked, "(device, path or None)");
   module.def("cublaslt_plans", &cublaslt_plans, unlocked, "() -> (kept, timed)");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "te_compile's C++ core over raw pointers; csrc/include/te_compile.h describes every function.";
+  // The last one registered is tried first: the special case.
+  auto& error = py::register_exception<NativeError>(module, "NativeError", PyExc_RuntimeError);
+  auto& refused = py::register_exception<Unsupported>(module, "Unsupported", error.ptr());
+  native_error = error.ptr();
+  unsupported = refused.ptr();
+
+  module.attr("cuda_built") = te_cuda_built() != 0;
+  add_constants(module);
+  add_quantizers(module);
+  add_attention(module);
+  add_products(module);
   te_compile::python::add_replay(module);
 }
