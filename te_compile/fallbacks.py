@@ -59,7 +59,27 @@ def tell_inductor() -> None:
             _told.add(operator)
 
 
-class DirectCall(ir.FallbackKernel):
+class OperatorCall(ir.FallbackKernel):
+    """A call of an operator of ours.
+
+    From PyTorch 2.14 on the call is itself the operator's one result, and generated code asks it for its shape and
+    place whatever is said of it; before, and where there are several, a result is a node of its own, to be let off.
+    """
+
+    skip_size_stride_alignment_checks = False  # Inductor's name for it on those nodes
+
+    def codegen_size_asserts(self, wrapper: Any) -> None:
+        """Write what is asked of the result's shape."""
+        if not self.skip_size_stride_alignment_checks:
+            super().codegen_size_asserts(wrapper)
+
+    def codegen_alignment_asserts(self, wrapper: Any) -> None:
+        """Write what is asked of the result's place."""
+        if not self.skip_size_stride_alignment_checks:
+            super().codegen_alignment_asserts(wrapper)
+
+
+class DirectCall(OperatorCall):
     """A call that generated Python code for a GPU makes by te_compile/direct.py."""
 
     site: str | None = None  # its own name in generated code, where shapes are known
@@ -148,7 +168,7 @@ def _called(operator: OpOverload, *arguments: Any, **named: Any) -> Any:
     if name in overwriting:  # else Inductor could put something into memory that it has freed and the result is in
         arguments[0].realize()
         V.graph.never_reuse_buffers.add(arguments[0].get_name())
-    kernel = ir.FallbackKernel if config.triton.cudagraphs or name in asking else DirectCall
+    kernel = OperatorCall if config.triton.cudagraphs or name in asking else DirectCall
     results = kernel.create(operator, *arguments, **named)
     for result in pytree.tree_leaves(results) if name in optional else ():
         result.skip_size_stride_alignment_checks = True
@@ -162,7 +182,7 @@ def _boxed(result: Any) -> Any:
         # Inductor expects the worst where an operand begins anywhere, as one scale among many does, and its kernels
         # would then read what comes of it element by element. Our results are fresh memory.
         V.graph.unaligned_buffers.discard(result.get_name())
-        if isinstance(result, ir.MultiOutput) and _is_called_directly(result.get_device()):
+        if isinstance(result, (ir.MultiOutput, OperatorCall)) and _is_called_directly(result.get_device()):
             result.skip_size_stride_alignment_checks = True  # two questions a result, of what kernels are tested for
     return ir.TensorBox.create(result)
 
