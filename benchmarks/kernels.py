@@ -51,6 +51,7 @@ from te_compile.ops.cross_entropy import (
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Spec, evaluate
 from te_compile.ops.quantize import quantize_reference
 from te_compile.ops.registry import Target, Unsupported
@@ -196,13 +197,13 @@ def norm_rows() -> Iterator[Row]:
             ("norm rms current scaling", "rms", None, True, False),
         ):
             b = bias if kind == "layer" else None
-            task = (weight, b, EPS, kind, given, E4M3, True, columnwise, emit, RULE, given is None)
+            task = Norm(weight, b, EPS, kind), Wanted(given, E4M3, True, columnwise, emit, RULE)
 
-            def by_triton(tile: Tile | None, turn: int, xs=xs, task=task) -> Any:
-                return norm.norm_quantize(xs[turn], *task, None, tile)
+            def by_triton(tile: Tile | None, turn: int, xs=xs, task=task, measure=given is None) -> Any:
+                return norm.norm_quantize(xs[turn], *task, measure, tile)
 
-            def by_cuda(_: Tile | None, turn: int, xs=xs, task=task) -> Any:
-                return native_norm.norm_quantize(xs[turn], *task)
+            def by_cuda(_: Tile | None, turn: int, xs=xs, task=task, measure=given is None) -> Any:
+                return native_norm.norm_quantize(xs[turn], *task, measure)
 
             def check(got: Any, x=x, weight=weight, bias=bias, kind=kind, given=given, columnwise=columnwise) -> bool:
                 y, _, _ = norm_reference(x, weight, bias if kind == "layer" else None, EPS, kind)
@@ -221,17 +222,10 @@ def norm_rows() -> Iterator[Row]:
             yield Row(in_triton, *plain, by_triton, check, "norm", given is not None and not chosen, swept)
 
 
-def _native_norm_takes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, scale: Tensor | None, dtype: torch.dtype,
-    rowwise: bool, columnwise: bool, emit: bool, rule: ScaleRule, measure: bool,
-) -> bool:  # fmt: skip
+def _native_norm_takes(x: Tensor, norm: Norm, wanted: Wanted) -> bool:
     """Does a graph's norm with these arguments run in the C++ core?"""
-    arguments = {
-        "x": x, "weight": weight, "bias": bias, "eps": eps, "kind": kind, "scale": scale, "dtype": dtype,
-        "rowwise": rowwise, "columnwise": columnwise, "emit": emit,
-    }  # fmt: skip
     try:
-        native_norm.check(Target.of(x.device), arguments)
+        native_norm.check(Target.of(x.device), {"x": x, **norm._asdict(), **wanted._asdict()})
     except Unsupported:
         return False
     return True

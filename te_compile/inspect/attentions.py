@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from te_compile.passes.plan import Attention, AttentionRecord
 
 HEADINGS = ("attention", "", "runs as", "its mask and key heads, or why it stays")
 
@@ -42,37 +44,14 @@ _HEADS = {
 
 
 @dataclass(frozen=True)
-class AttentionRow:
-    """One attention.
+class AttentionRow(AttentionRecord):
+    """One attention of a report, by its name in the user's model; the fields are those of ``AttentionRecord``."""
 
-    name: the module that it runs in, in the user's model.
-    status: "recognised" (the model spells it out; it became ``F.scaled_dot_product_attention``), "sinks" (it does, and
-        has sinks; it became ``te::sink_attention``), "sdpa" (it is SDPA already) or "stays" (it runs as the model
-        wrote it).
-    reason: why it stays.
-    mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
-        "folded_window", keys around each query's own place; "folded_rows", one that hides whole rows, of the result
-        now; "kept". Empty for what stays.
-    mask_reason: why the mask is kept.
-    heads: what became of keys and values that the model copies for several heads of queries, "undone" or "copied", or
-        of a single head of them that it broadcasts, "shared" or "broadcast"; empty where it does neither.
-    heads_reason: why they stay copied or broadcast.
-    precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
-    precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "window", "tiles", "sinks", "core" or "te" where that was chosen instead of
-        what PyTorch would run; empty where it chooses.
-    """
-
-    name: str
-    status: str
-    reason: str = ""
-    mask: str = ""
-    mask_reason: str = ""
-    heads: str = ""
-    heads_reason: str = ""
-    precision: str = ""
-    precision_reason: str = ""
-    kernel: str = ""
+    @staticmethod
+    def of(attention: Attention, name: str) -> AttentionRow:
+        """The row of ``attention``, which is called ``name`` in the model at hand."""
+        said = {each.name: getattr(attention, each.name) for each in fields(AttentionRow)}
+        return AttentionRow(**{**said, "name": name})
 
     @property
     def runs_as(self) -> str:

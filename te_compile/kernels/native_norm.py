@@ -26,8 +26,8 @@ from te_compile.kernels import buffers, native
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.recording import STREAM
 from te_compile.ops.norm import KINDS, LAYER, RMS, RMS_MIXED, RMS_OFFSET, output_dtype
+from te_compile.ops.norm_quantize import Norm, Outputs, Wanted
 from te_compile.ops.registry import Target, Unsupported
-from te_compile.recipe import ScaleRule
 
 X_DTYPES = (torch.bfloat16, torch.float16)
 PARAMETER_DTYPES = (*X_DTYPES, torch.float32)
@@ -78,24 +78,13 @@ def _in_place(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % VECTOR == 0 and x.data_ptr() % 16 == 0
 
 
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-    measure: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, q, qᵀ, amax, 1 / scale, mean and rstd of x: [M, K], M > 0. ``measure``: the scale may be absent or 0.
+def norm_quantize(x: Tensor, norm: Norm, wanted: Wanted, measure: bool) -> Outputs:
+    """What is wanted of the norm of x: [M, K], M > 0. ``measure``: the scale may be absent or 0.
 
     mean and rstd are fp32 [M, 1]; y, q, qᵀ that were not asked for and the mean of an rms kind have shape [0].
     """
+    weight, bias, eps, kind = norm
+    scale, dtype, rowwise, columnwise, emit, rule = wanted
     rows, columns = x.shape
     if not _in_place(x):
         x = x.clone(memory_format=torch.contiguous_format)

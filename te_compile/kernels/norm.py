@@ -32,7 +32,7 @@ from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.norm_alone import norm_quantize_alone
-from te_compile.kernels.norm_rows import LONGEST_ROW, RowNorm, norm_quantize_rows, normalised
+from te_compile.kernels.norm_rows import LONGEST_ROW, norm_quantize_rows, normalised
 from te_compile.kernels.quantize import (
     OTHERS,
     fp8_words,
@@ -46,16 +46,11 @@ from te_compile.kernels.quantize import (
     store_tile,
     store_words,
 )
+from te_compile.kernels.row_norm import RowNorm
 from te_compile.kernels.tiles import Tile, Work, alone, choose
+from te_compile.ops.norm_quantize import Norm, Outputs, Wanted
 from te_compile.ops.quantize import padded
 from te_compile.ops.reach import near
-from te_compile.recipe import ScaleRule
-
-# The kinds of te_compile/ops/norm.py, as what the kernel does differently: does the row's mean go, is the normalised
-# value rounded before the weight meets it (to the dtype of "x" or "weight"), and what is added to the weight.
-CENTRED = {"layer"}
-ROUNDED_TO = {"rms": "x", "rms_mixed": "weight"}
-WEIGHT_OFFSET = {"rms_offset": 1.0}
 
 
 @triton.jit
@@ -212,48 +207,34 @@ def _block(columns: int) -> tuple[int, int]:
     return 4096 // width, width
 
 
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-    measure: bool,
-    y_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, q, qᵀ, amax, 1 / scale, mean and rstd of x: [M, K]. ``measure``: the scale may be absent or 0.
+def norm_quantize(x: Tensor, norm: Norm, wanted: Wanted, measure: bool, tile: Tile | None = None) -> Outputs:
+    """What is wanted of the norm of x: [M, K]. ``measure``: the scale may be absent or 0.
 
-    ``kind`` as in te_compile/ops/norm.py; ``y_dtype``: what the norm rounds to, x's dtype if None. mean and rstd are
-    fp32 [M, 1]; y, q, qᵀ that were not asked for and the mean of an rms kind have shape [0].
+    mean and rstd are fp32 [M, 1]; y, q, qᵀ that were not asked for and the mean of an rms kind have shape [0].
     """
     rows, columns = x.shape
     x = near(x if x.stride(1) == 1 or columns == 1 else x.contiguous(), 0)
-    y_dtype = y_dtype or x.dtype
-    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
-    rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
-    centred, offset = kind in CENTRED, WEIGHT_OFFSET.get(kind, 0.0)
-    norm = RowNorm(weight, bias, eps, y_dtype, rounding, offset, centred)
-    whole = alone(rows, columns)
-    if whole and not tile and (scale is None or not columnwise):
-        return norm_quantize_alone(x, norm, scale, dtype, rowwise, columnwise, emit, rule, whole)
-    if not (columnwise or tile) and scale is not None and columns <= LONGEST_ROW:
-        y, q, amax, scale_inv, mean, rstd = norm_quantize_rows(x, norm, scale, dtype, rowwise, emit, rule, measure)
-        return y, q, buffers.empty(x, (0,), dtype), amax, scale_inv, mean, rstd
-    what = ("norm_quantize", kind, y_dtype, dtype, rowwise, columnwise, emit, scale is None)
+    row_norm, whole = RowNorm.of(norm, x), alone(rows, columns)
+    if whole and not tile and (wanted.scale is None or not wanted.columnwise):
+        return norm_quantize_alone(x, row_norm, wanted, whole)
+    if not (wanted.columnwise or tile) and wanted.scale is not None and columns <= LONGEST_ROW:
+        return norm_quantize_rows(x, row_norm, wanted, measure)
+    scale, dtype, rowwise, columnwise, emit, _ = wanted
+    what = ("norm_quantize", norm.kind, row_norm.y_dtype, dtype, rowwise, columnwise, emit, scale is None)
     tile = tile or choose(_tile(rows), lambda: Work([x], what, OTHERS if rows > FEW_ROWS else ()))
+    return _in_two_launches(x, row_norm, wanted, measure, tile)
+
+
+def _in_two_launches(x: Tensor, norm: RowNorm, wanted: Wanted, measure: bool, tile: Tile) -> Outputs:
+    """The same by rows' statistics first, and then by tiles."""
+    scale, dtype, rowwise, columnwise, emit, rule = wanted
+    rows, columns = x.shape
     with on_device_of(x):
         q = buffers.empty(x, (rows, columns) if rowwise else (0,), dtype)
         qt = buffers.empty(x, (columns, padded(rows)) if columnwise else (0,), dtype)
         amax, scale_inv = (buffers.empty(x, (), torch.float32) for _ in range(2))
-        y = buffers.empty(x, (rows, columns) if emit else (0,), y_dtype)
-        mean = buffers.empty(x, (rows, 1) if centred else (0,), torch.float32)
+        y = buffers.empty(x, (rows, columns) if emit else (0,), norm.y_dtype)
+        mean = buffers.empty(x, (rows, 1) if norm.centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
     target, epsilon, power_2 = rule_constants(rule, dtype)
     grid = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
@@ -261,7 +242,7 @@ def norm_quantize(
     def run(measuring: bool) -> None:
         launch(
             _norm_kernel, grid,
-            x, weight, bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
+            x, norm.weight, norm.bias, scale, y, q.view(torch.uint8), qt.view(torch.uint8), amax, scale_inv, mean, rstd,
             rows, columns, padded(rows), x.stride(0),
             **norm.constants(), MEASURING=measuring, MEASURED=measure,
             TARGET=target, EPSILON=epsilon, POWER_2=power_2,
@@ -273,8 +254,8 @@ def norm_quantize(
         height, width = _block(columns)
         launch(
             _statistics_kernel, max(1, triton.cdiv(rows, height)),
-            x, amax, mean, rstd, rows, columns, x.stride(0), eps,
-            CENTRE=centred, ROWS=height, COLUMNS=width, num_warps=STATISTICS_WARPS,
+            x, amax, mean, rstd, rows, columns, x.stride(0), norm.eps,
+            CENTRE=norm.centred, ROWS=height, COLUMNS=width, num_warps=STATISTICS_WARPS,
         )  # fmt: skip
         if measure:
             run(measuring=True)

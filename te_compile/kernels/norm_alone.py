@@ -15,7 +15,7 @@ from te_compile.kernels import buffers
 from te_compile.kernels.alone import scale_of_all
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
-from te_compile.kernels.norm_rows import RowNorm, load_parameters, load_rows, normalised, off_centre
+from te_compile.kernels.norm_rows import load_parameters, load_rows, normalised, off_centre
 from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.quantize import (
     fp8_codes,
@@ -24,9 +24,10 @@ from te_compile.kernels.quantize import (
     rule_constants,
     scaled,
 )
+from te_compile.kernels.row_norm import RowNorm
 from te_compile.kernels.tiles import Tile
+from te_compile.ops.norm_quantize import Outputs, Wanted
 from te_compile.ops.quantize import padded
-from te_compile.recipe import ScaleRule
 
 _PADDING = 16  # the rows of qᵀ's padding are fewer
 
@@ -78,19 +79,10 @@ def _norm_alone_kernel(
         _store_transposed(qt, codes, row, k, rows, columns, padded_rows, PADDING)
 
 
-def norm_quantize_alone(
-    x: Tensor,
-    norm: RowNorm,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-    tile: Tile,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, q, qᵀ, amax, 1 / scale, mean and rstd of x [M, K], rows contiguous, of which ``tile`` holds all; what was not
-    asked for has shape [0]. The rest as for ``norm_quantize_rows``."""
+def norm_quantize_alone(x: Tensor, norm: RowNorm, wanted: Wanted, tile: Tile) -> Outputs:
+    """What is wanted of the norm of x [M, K], rows contiguous, of which ``tile`` holds all. The rest as for
+    ``norm_quantize_rows``."""
+    scale, dtype, rowwise, columnwise, emit, rule = wanted
     rows, columns = x.shape
     with on_device_of(x):
         q, qt, amax, scale_inv = buffers.quantized(x, rows, columns, dtype, rowwise, columnwise, cleared=False)

@@ -33,8 +33,8 @@ from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
-from te_compile.kernels.norm import CENTRED, ROUNDED_TO, WEIGHT_OFFSET
 from te_compile.kernels.quantize import INTERPRETED, TRITON_DTYPES, rounded
+from te_compile.kernels.row_norm import CENTRED, WEIGHT_OFFSET, rounding_of
 
 LONGEST_ROW = 32768  # bytes of x or dy: beyond it no thread has registers for its part
 LONGEST_SUMS = 16384  # elements of dw and db together: the sums of more leave no registers for the row itself
@@ -220,7 +220,7 @@ def norm_backward(
     dtypes += [] if bias_dtype is None else [bias_dtype]
     walk, summing = walks_for(dy, x, residual, wants_dx, len(dtypes), walk, sums_walk)
     apart = summing is not walk
-    rounding = {"x": x.dtype, "weight": None if weight is None else weight.dtype}.get(ROUNDED_TO.get(kind, ""))
+    rounding = rounding_of(kind, x, weight)
 
     def run(walk: Walk, dx: Tensor | None, partials: list[Tensor]) -> None:
         launch(

@@ -29,8 +29,6 @@ Rows in two tiles have no registers left to wait with: there, early parameters m
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +39,6 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 from te_compile.kernels.programmatic import let_next_begin, may_next_begin
 from te_compile.kernels.quantize import (
-    TRITON_DTYPES,
     fp8_codes,
     largest_of,
     magnitude,
@@ -52,34 +49,14 @@ from te_compile.kernels.quantize import (
     scale_in_use,
     scaled,
 )
-from te_compile.recipe import ScaleRule
+from te_compile.kernels.row_norm import RowNorm
+from te_compile.ops.norm_quantize import Outputs, Wanted
 
 LONGEST_ROW = 16384
 _ELEMENTS = 4096  # of a program, if a row is no longer
 _PER_THREAD = 64
 _LONGEST_TILE_ALONE = 2048  # columns
 _SHARING = range(4096, 16385)  # columns of tiles of which a program takes two if there is a bias
-
-
-class RowNorm(NamedTuple):
-    """What a norm does to rows of K elements.
-
-    weight, bias: [K], contiguous, or None. y_dtype: what it rounds to. rounding: what x · rstd is rounded to before the
-    weight meets it; offset: what is added to the weight; centred: does the mean go?
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    y_dtype: torch.dtype
-    rounding: torch.dtype | None
-    offset: float
-    centred: bool
-
-    def constants(self) -> dict[str, Any]:
-        """The same as constants of a kernel."""
-        rounding = None if self.rounding is None else TRITON_DTYPES[self.rounding]
-        return {"Y": TRITON_DTYPES[self.y_dtype], "ROUND": rounding, "OFFSET": self.offset, "CENTRE": self.centred}
 
 
 @triton.jit
@@ -244,20 +221,12 @@ def _height(width: int, rest: int, biased: bool) -> int:
     return 2 if biased and width in _SHARING else max(1, _ELEMENTS // width)
 
 
-def norm_quantize_rows(
-    x: Tensor,
-    norm: RowNorm,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-    measure: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, q, amax, 1 / scale, mean and rstd of x: [M, K ≤ LONGEST_ROW], rows contiguous, M > 0, on the current device.
+def norm_quantize_rows(x: Tensor, norm: RowNorm, wanted: Wanted, measure: bool) -> Outputs:
+    """What is wanted of the norm of x: [M, K ≤ LONGEST_ROW], rows contiguous, M > 0, on the current device: no qᵀ.
 
-    measure: the scale may be 0. mean and rstd are fp32 [M, 1]; what was not asked for has shape [0].
+    measure: the scale, which is given, may be 0. mean and rstd are fp32 [M, 1]; what was not asked for has shape [0].
     """
+    scale, dtype, rowwise, _, emit, rule = wanted
     rows, columns = x.shape
     width, rest = _parts(columns)
     height = _height(width, rest, norm.bias is not None)
@@ -267,7 +236,6 @@ def norm_quantize_rows(
         y = buffers.empty(x, (rows, columns) if emit else (0,), norm.y_dtype)
         mean = buffers.empty(x, (rows, 1) if norm.centred else (0,), torch.float32)
         rstd = buffers.empty(x, (rows, 1), torch.float32)
-
     target, epsilon, power_2 = rule_constants(rule, dtype)
 
     def run(measuring: bool) -> None:
@@ -286,4 +254,4 @@ def norm_quantize_rows(
         if measure:
             run(measuring=True)
         run(measuring=False)
-    return y, q, amax, scale_inv, mean, rstd
+    return y, q, buffers.empty(x, (0,), dtype), amax, scale_inv, mean, rstd

@@ -14,7 +14,7 @@ from te_compile.ops.dropout_bits import growth_of
 from te_compile.ops.gemm import gemm_reference
 from te_compile.ops.gemms import gemms_reference
 from te_compile.ops.masked_attention import masked_attention_backward_reference, masked_attention_reference
-from te_compile.ops.norm_quantize import norm_quantize_reference
+from te_compile.ops.norm_quantize import Norm, Outputs, Wanted, norm_quantize_reference
 from te_compile.ops.registry import Target
 from te_compile.ops.triton_implementations import (
     check_dropout,
@@ -29,7 +29,6 @@ from te_compile.ops.window_attention import (
     window_attention_backward_reference,
     window_attention_reference,
 )
-from te_compile.recipe import ScaleRule
 
 CUDA = "cuda"
 PRIORITY = 20  # before Triton's
@@ -43,26 +42,13 @@ def _check_norm_quantize(target: Target, arguments: dict[str, Any]) -> None:
 
 
 @registry.register("norm_quantize", CUDA, priority=PRIORITY, check=_check_norm_quantize)
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_quantize(x: Tensor, norm: Norm, wanted: Wanted) -> Outputs:
     """``te::norm_quantize`` by kernels/native_norm.py."""
     if x.numel() == 0:
-        return norm_quantize_reference(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule)
+        return norm_quantize_reference(x, norm, wanted)
     from te_compile.kernels.native_norm import norm_quantize as kernel
 
-    measure = calibration.must_measure(scale)
-    return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure)
+    return kernel(x, norm, wanted, calibration.must_measure(wanted.scale))
 
 
 def _check_dropout_attention(target: Target, arguments: dict[str, Any]) -> None:

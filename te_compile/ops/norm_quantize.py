@@ -10,6 +10,8 @@ of y in its own dtype, so merging changes no bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,24 +22,45 @@ from te_compile.ops.quantize import padded, quantize_reference
 from te_compile.recipe import ScaleRule
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""y, q, qᵀ, amax, 1 / scale, mean and rstd: what was not asked for, and the mean of an rms kind, has shape [0]."""
+
+
+class Norm(NamedTuple):
+    """The norm of rows of K elements: weight and bias [K], or None; ``kind`` and ``eps`` as in ops/norm.py.
+
+    A tuple, as :class:`Wanted` is: a call that is not replayed makes both, and frozen data classes take longer.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    kind: str
+
+    def y_dtype(self, x: torch.dtype) -> torch.dtype:
+        """What the norm of rows of dtype ``x`` is rounded to."""
+        return output_dtype(x, None if self.weight is None else self.weight.dtype, self.kind)
+
+
+class Wanted(NamedTuple):
+    """What is made of a norm's result y.
+
+    scale: fp32 []; where it is None or 0, ``rule`` makes one of the amax. dtype: of the codes.
+    rowwise, columnwise, emit: are q, qᵀ and y itself wanted?
+    """
+
+    scale: Tensor | None
+    dtype: torch.dtype
+    rowwise: bool
+    columnwise: bool
+    emit: bool
+    rule: ScaleRule
 
 
 @registry.register("norm_quantize", registry.REFERENCE)
-def norm_quantize_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-) -> Outputs:
+def norm_quantize_reference(x: Tensor, norm: Norm, wanted: Wanted) -> Outputs:
     """See the module. x: [M, K]. A result that was not asked for has shape [0]."""
-    y, mean, rstd = norm_reference(x, weight, bias, eps, kind)
+    scale, dtype, rowwise, columnwise, emit, rule = wanted
+    y, mean, rstd = norm_reference(x, *norm)
     q, qt, amax, scale_inv = quantize_reference(y, scale, dtype, rowwise, columnwise, rule)
     return (y if emit else y.new_empty(0)), q, qt, amax, scale_inv, mean, rstd
 
@@ -56,8 +79,8 @@ def _norm_quantize(
     rule: str,
     implementation: str = registry.REFERENCE,
 ) -> Outputs:
-    function = registry.function_of("norm_quantize", implementation)
-    return function(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, ScaleRule.parse(rule))
+    wanted = Wanted(scale, dtype, rowwise, columnwise, emit, ScaleRule.parse(rule))
+    return registry.function_of("norm_quantize", implementation)(x, Norm(weight, bias, eps, kind), wanted)
 
 
 def _norm_quantize_fake(

@@ -28,9 +28,10 @@ from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, near
 from te_compile.ops.dropout_masks import dropout_mask_reference
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.mask_tiles import mask_tiles_reference
-from te_compile.ops.norm import KINDS, output_dtype
+from te_compile.ops.norm import KINDS
 from te_compile.ops.norm_backward import norm_backward_reference
-from te_compile.ops.norm_quantize import norm_quantize_reference
+from te_compile.ops.norm_quantize import Norm, Wanted, norm_quantize_reference
+from te_compile.ops.norm_quantize import Outputs as NormOutputs
 from te_compile.ops.quantize import ALIGNMENT, quantize_reference
 from te_compile.ops.reach import MOST_STRIDE, MOST_WORDS, check_reach, is_within_reach
 from te_compile.ops.registry import Target, Unsupported
@@ -178,27 +179,13 @@ def quantize(
 
 
 @registry.register("norm_quantize", TRITON, priority=PRIORITY, check=_check_norm_quantize)
-def norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    emit: bool,
-    rule: ScaleRule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_quantize(x: Tensor, norm: Norm, wanted: Wanted) -> NormOutputs:
     """``te::norm_quantize`` by kernels/norm.py."""
     if x.numel() == 0 or not is_within_reach(*x.shape):
-        return norm_quantize_reference(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule)
+        return norm_quantize_reference(x, norm, wanted)
     from te_compile.kernels.norm import norm_quantize as kernel
 
-    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
-    measure = calibration.must_measure(scale)
-    return kernel(x, weight, bias, eps, kind, scale, dtype, rowwise, columnwise, emit, rule, measure, y_dtype)
+    return kernel(x, norm, wanted, calibration.must_measure(wanted.scale))
 
 
 @registry.register("norm_backward", TRITON, priority=PRIORITY, check=_check_norm_backward)

@@ -61,7 +61,7 @@ def _of_call(node: Node, name: str, left_alone: str) -> Attention:
     if RECOGNISED in node.meta:
         status = "sinks" if has_sinks(node) else "recognised"
     heads_reason = node.meta.get(COPIES_STAY) or node.meta.get(BROADCAST, "")
-    return Attention(name, node, status, "", mask, mask_reason, heads, heads_reason)
+    return Attention(name, status, "", mask, mask_reason, heads, heads_reason, node=node)
 
 
 def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
@@ -70,12 +70,12 @@ def _attentions_in(graph: Graph, left_alone: str = "") -> Iterator[Attention]:
         if node.op == "call_function" and node.target in ATTENTION_CALLS:
             yield _of_call(node, module_name(node, None, own), transformed.get(node, left_alone))
         elif isinstance(node.target, HigherOrderOperator) and node.target.name() == _FLEX:
-            yield Attention(module_name(node, None, own), node, "stays", _IS_FLEX)
+            yield Attention(module_name(node, None, own), "stays", _IS_FLEX, node=node)
         elif STAYS in node.meta:
             place = _caller(node)
-            yield Attention(module_name(place, None, own), place, "stays", node.meta[STAYS])
+            yield Attention(module_name(place, None, own), "stays", node.meta[STAYS], node=place)
         elif STAYS_CLOSED in node.meta:
-            yield Attention(module_name(node, None, own), node, "stays", node.meta[STAYS_CLOSED])
+            yield Attention(module_name(node, None, own), "stays", node.meta[STAYS_CLOSED], node=node)
 
 
 def find_attentions(regions: list[Region], left: list[Left], plan: Plan) -> int:

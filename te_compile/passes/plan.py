@@ -24,6 +24,10 @@ class Cause(Enum):
     UNSUPPORTED = "not supported"
 
 
+Verdict = tuple[Cause, str] | None
+"""Why a linear must stay in high precision; None where nothing speaks against FP8."""
+
+
 class StrictError(RuntimeError):
     """``strict=True`` and something would run in high precision because te_fp8 does not support it."""
 
@@ -102,20 +106,28 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One attention of the graph after the passes that rewrite it. ``node`` tells the module that it ran in.
+class AttentionRecord:
+    """What became of one attention.
 
-    ``status`` is "recognised" (the model spelled out what is now ``F.scaled_dot_product_attention``), "sinks" (the
-    same, of ``te::sink_attention``), "sdpa" (it was SDPA already) or "stays", with its ``reason``. ``mask`` is "none",
-    "is_causal" (the call's own flag), "folded_causal", "folded_all", "folded_window", "folded_rows" or "kept";
-    ``heads`` of keys and values are "undone" copies, "copied", one that is "shared" or "broadcast" by all queries, or
-    "" where there are as many as of queries. Either reason says why something was left. Nothing is known of masks and
-    heads of what stays.
-    ``kernel`` is the name of the one that was chosen for it, "" where the choice is PyTorch's.
+    name: the module that it runs in.
+    status: "recognised" (the model spells it out; it became ``F.scaled_dot_product_attention``), "sinks" (it does, and
+        has sinks; it became ``te::sink_attention``), "sdpa" (it is SDPA already) or "stays" (it runs as the model
+        wrote it).
+    reason: why it stays.
+    mask: "none"; "is_causal", the call's own flag; "folded_causal" or "folded_all", by what it was proved to mean;
+        "folded_window", keys around each query's own place; "folded_rows", one that hides whole rows, of the result
+        now; "kept". Empty for what stays.
+    mask_reason: why the mask is kept.
+    heads: what became of keys and values that the model copies for several heads of queries, "undone" or "copied", or
+        of a single head of them that it broadcasts, "shared" or "broadcast"; empty where it does neither.
+    heads_reason: why they stay copied or broadcast.
+    precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
+    precision_reason: why it is kept.
+    kernel: "cudnn", "flash", "efficient", "window", "tiles", "sinks", "core" or "te" where that was chosen instead of
+        what PyTorch would run; empty where it chooses.
     """
 
     name: str
-    node: Node
     status: str
     reason: str = ""
     mask: str = ""
@@ -125,6 +137,13 @@ class Attention:
     precision: str = ""
     precision_reason: str = ""
     kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Attention(AttentionRecord):
+    """One attention of the graph after the passes that rewrite it. ``node`` tells the module that it ran in."""
+
+    node: Node = field(kw_only=True)
 
 
 @dataclass

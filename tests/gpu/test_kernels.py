@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_compile.ops import triton_implementations as kernels
 from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED, norm_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.quantize import QUANTIZE, padded, quantize_reference, transposed_reference
 from te_compile.ops.scaling import snapshot_reference, update_scales_reference
 from te_compile.ops.weights import column_places, quantize_weights_reference, row_places
@@ -79,11 +80,11 @@ def by_quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Te
 
 
 def by_norm(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return kernels.norm_quantize(x, None, None, EPS, LAYER, scale, dtype, True, True, False, RULE)[1:3]
+    return kernels.norm_quantize(x, Norm(None, None, EPS, LAYER), Wanted(scale, dtype, True, True, False, RULE))[1:3]
 
 
 def by_norm_with_y(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return kernels.norm_quantize(x, x[0], None, EPS, "rms", scale, dtype, True, True, True, RULE)[1:3]
+    return kernels.norm_quantize(x, Norm(x[0], None, EPS, "rms"), Wanted(scale, dtype, True, True, True, RULE))[1:3]
 
 
 def by_weights(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,9 +204,10 @@ def test_the_operator_runs_the_kernel_it_names() -> None:
 def test_runs_repeat_bit_by_bit() -> None:
     x = matrix(8192, 4096)
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    first = kernels.norm_quantize(x, weight, None, EPS, "rms", number(30.0), E4M3, True, True, True, RULE)
+    task = Norm(weight, None, EPS, "rms"), Wanted(number(30.0), E4M3, True, True, True, RULE)
+    first = kernels.norm_quantize(x, *task)
     for _ in range(20):
-        again = kernels.norm_quantize(x, weight, None, EPS, "rms", number(30.0), E4M3, True, True, True, RULE)
+        again = kernels.norm_quantize(x, *task)
         for result, before in zip(again, first, strict=True):
             assert torch.equal(result.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
 
@@ -218,9 +220,8 @@ def test_norms_are_the_reference_and_codes_are_those_of_y(kind: str, shape: tupl
     weight = (1 + torch.randn(shape[1], device="cuda") / 4).to(parameter_dtype)
     bias = torch.randn(shape[1], device="cuda").to(parameter_dtype) if kind == LAYER else None
     for scale, columnwise in ((number(40.0), True), (None, True), (number(40.0), False)):
-        y, q, qt, amax, scale_inv, mean, rstd = kernels.norm_quantize(
-            x, weight, bias, EPS, kind, scale, E4M3, True, columnwise, True, RULE
-        )
+        norm, wanted = Norm(weight, bias, EPS, kind), Wanted(scale, E4M3, True, columnwise, True, RULE)
+        y, q, qt, amax, scale_inv, mean, rstd = kernels.norm_quantize(x, norm, wanted)
         wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
         assert y.dtype == wanted_y.dtype
         # A step of y where fp32 sums differ in order; two where the value is rounded before the weight as well.
@@ -229,7 +230,7 @@ def test_norms_are_the_reference_and_codes_are_those_of_y(kind: str, shape: tupl
             assert float(((mean - wanted_mean) * wanted_rstd).abs().max()) < 1e-5
         torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-4, atol=0)
         agrees((q, qt, amax, scale_inv), quantize_reference(y, scale, E4M3, True, columnwise, RULE))
-        silent = kernels.norm_quantize(x, weight, bias, EPS, kind, scale, E4M3, True, columnwise, False, RULE)
+        silent = kernels.norm_quantize(x, norm, wanted._replace(emit=False))
         assert silent[0].shape == (0,) and same_codes(silent[1], q)
 
 
@@ -237,7 +238,8 @@ def test_norms_are_the_reference_and_codes_are_those_of_y(kind: str, shape: tupl
 def test_a_bad_value_spoils_its_row_of_the_norm_and_no_other(kind: str) -> None:
     x = matrix(1000, 4096)
     x[123, 4000] = torch.nan
-    q, qt, amax = kernels.norm_quantize(x, None, None, EPS, kind, number(30.0), E4M3, True, True, False, RULE)[1:4]
+    wanted = Wanted(number(30.0), E4M3, True, True, False, RULE)
+    _, q, qt, amax, *_ = kernels.norm_quantize(x, Norm(None, None, EPS, kind), wanted)
     assert amax == torch.inf
     spoilt = q.float().isnan()
     assert bool(spoilt[123].all()) and int(spoilt.any(1).sum()) == 1

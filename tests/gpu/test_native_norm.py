@@ -12,6 +12,7 @@ from te_compile.kernels import native, native_norm
 from te_compile.ops import native_implementations as kernels
 from te_compile.ops import registry
 from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED, norm_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
 from tests.gpu.test_kernels import agrees, matrix, number, poisoned_memory, same_codes
@@ -42,7 +43,7 @@ def is_the_reference(
     """Assert it for both layouts, for one, and without y."""
     for columnwise in (True, False):
         y, q, qt, amax, scale_inv, mean, rstd = kernels.norm_quantize(
-            x, weight, bias, EPS, kind, scale, E4M3, True, columnwise, True, rule
+            x, Norm(weight, bias, EPS, kind), Wanted(scale, E4M3, True, columnwise, True, rule)
         )
         wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
         assert y.dtype == wanted_y.dtype and y.shape == x.shape
@@ -57,7 +58,9 @@ def is_the_reference(
         agrees((q, qt, amax, scale_inv), quantize_reference(y, scale, E4M3, True, columnwise, rule))
     # Few rows without qᵀ are another kernel's, which adds up in another order: y is the last call's.
     columnwise = x.shape[0] > native_norm.FEW_ROWS
-    silent = kernels.norm_quantize(x, weight, bias, EPS, kind, scale, E4M3, not columnwise, columnwise, False, rule)
+    silent = kernels.norm_quantize(
+        x, Norm(weight, bias, EPS, kind), Wanted(scale, E4M3, not columnwise, columnwise, False, rule)
+    )
     wanted = quantize_reference(y, scale, E4M3, True, True, rule)[int(columnwise)]
     left_out = silent[1 if columnwise else 2]
     assert silent[0].shape == left_out.shape == (0,) and same_codes(silent[2 if columnwise else 1], wanted)
@@ -81,7 +84,7 @@ def test_a_scale_that_is_missing_or_zero_is_measured(kind: str) -> None:
     kernel = native_norm.norm_quantize
     for given, measure in ((number(0.0), True), (number(7.0), True), (number(7.0), False)):
         y, q, qt, amax, scale_inv, _, _ = kernel(
-            x, weight, bias, EPS, kind, given, E4M3, True, True, True, RULE, measure
+            x, Norm(weight, bias, EPS, kind), Wanted(given, E4M3, True, True, True, RULE), measure
         )
         agrees((q, qt, amax, scale_inv), quantize_reference(y, given, E4M3, True, True, RULE))
 
@@ -110,11 +113,12 @@ def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance() -> None:
 
 def keeps_its_variance(rows: int, scale: Tensor | None) -> None:
     x = (256 + torch.randn(rows, 16384, device="cuda")).to(torch.bfloat16)
-    mean, rstd = kernels.norm_quantize(x, None, None, 0.0, LAYER, scale, E4M3, True, False, False, RULE)[5:]
+    wanted = Wanted(scale, E4M3, True, False, False, RULE)
+    *_, mean, rstd = kernels.norm_quantize(x, Norm(None, None, 0.0, LAYER), wanted)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean(1, keepdim=True), rtol=1e-6, atol=0)
-    wanted = exact.var(1, keepdim=True, unbiased=False).rsqrt()
-    torch.testing.assert_close(rstd.double(), wanted, rtol=1e-5, atol=0)
+    exact_rstd = exact.var(1, keepdim=True, unbiased=False).rsqrt()
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
@@ -122,7 +126,8 @@ def keeps_its_variance(rows: int, scale: Tensor | None) -> None:
 def test_a_bad_value_spoils_its_row_and_no_other(kind: str, bad: float) -> None:
     x = matrix(1000, 4096)
     x[123, 4000] = bad
-    q, _, amax = kernels.norm_quantize(x, None, None, EPS, kind, number(30.0), E4M3, True, True, False, RULE)[1:4]
+    wanted = Wanted(number(30.0), E4M3, True, True, False, RULE)
+    _, q, _, amax, *_ = kernels.norm_quantize(x, Norm(None, None, EPS, kind), wanted)
     assert amax == torch.inf
     spoilt = q.float().isnan().any(1)
     assert spoilt[123] and int(spoilt.sum()) == 1
@@ -132,16 +137,17 @@ def test_a_bad_value_spoils_its_row_and_no_other(kind: str, bad: float) -> None:
 def test_the_largest_finite_numbers_are_finite() -> None:
     x = torch.ones(64, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.full((256,), torch.finfo(torch.bfloat16).max, device="cuda", dtype=torch.bfloat16)
-    amax = kernels.norm_quantize(x, weight, None, 0.0, "rms", number(1.0), E4M3, True, True, False, RULE)[3]
+    wanted = Wanted(number(1.0), E4M3, True, True, False, RULE)
+    amax = kernels.norm_quantize(x, Norm(weight, None, 0.0, "rms"), wanted)[3]
     assert amax == torch.finfo(torch.bfloat16).max
 
 
 def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
     x, (weight, bias) = matrix(8192, 4096), parameters(LAYER, 4096, torch.bfloat16)
-    repeats((x, weight, bias, EPS, LAYER, number(30.0), E4M3, True, True, True, RULE))
+    repeats(x, Norm(weight, bias, EPS, LAYER), Wanted(number(30.0), E4M3, True, True, True, RULE))
 
 
-def repeats(task: tuple[Any, ...]) -> None:
+def repeats(*task: Any) -> None:
     """Assert that calls and replays of ``kernels.norm_quantize(*task)`` give the same bits."""
     first = kernels.norm_quantize(*task)
     graph = torch.cuda.CUDAGraph()

@@ -9,6 +9,7 @@ from te_compile.kernels import native, native_norm
 from te_compile.ops import native_implementations as kernels
 from te_compile.ops import registry
 from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
 
@@ -51,7 +52,7 @@ def test_every_kind_and_shape_is_the_reference(shape: tuple[int, int], kind: str
             continue
         # A scale of 0 is measured without being asked to: nothing has to be cleared or launched for it.
         y, q, qt, amax, scale_inv, _, _ = native_norm.norm_quantize(
-            x, weight, bias, EPS, kind, scale, E4M3, True, False, True, RULE, False
+            x, Norm(weight, bias, EPS, kind), Wanted(scale, E4M3, True, False, True, RULE), False
         )
         agrees((q, qt, amax, scale_inv), quantize_reference(y, None, E4M3, True, False, RULE))
 
@@ -85,7 +86,8 @@ def test_rows_apart_in_memory_are_read_in_place_and_others_copied() -> None:
 def test_a_bad_value_spoils_its_row_and_no_other(kind: str, bad: float) -> None:
     x = matrix(12, 4096)
     x[10, 4000] = bad
-    q, _, amax = kernels.norm_quantize(x, None, None, EPS, kind, number(30.0), E4M3, True, False, False, RULE)[1:4]
+    wanted = Wanted(number(30.0), E4M3, True, False, False, RULE)
+    _, q, _, amax, *_ = kernels.norm_quantize(x, Norm(None, None, EPS, kind), wanted)
     assert amax == torch.inf
     spoilt = q.float().isnan().any(1)
     assert spoilt[10] and int(spoilt.sum()) == 1
@@ -99,7 +101,7 @@ def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance() -> None:
 def test_runs_repeat_bit_by_bit_and_a_cuda_graph_repeats_them() -> None:
     for rows in (3, FEW):
         x, (weight, bias) = matrix(rows, 5120), parameters(LAYER, 5120, torch.bfloat16)
-        repeats((x, weight, bias, EPS, LAYER, None, E4M3, True, False, True, RULE))
+        repeats(x, Norm(weight, bias, EPS, LAYER), Wanted(None, E4M3, True, False, True, RULE))
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])

@@ -16,6 +16,7 @@ from te_compile.ops import native_implementations as implementations
 from te_compile.ops import triton_implementations
 from te_compile.ops.gemm import gemm_reference
 from te_compile.ops.gemms import AT_ONCE, GEMMS
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.passes import manager
 from te_compile.passes.arguments import arguments_of
 from te_compile.recipe import ScaleRule
@@ -144,7 +145,8 @@ def normed(by: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The same of x's norm, by the Triton kernel or by the core's."""
 
     def cast(x: Tensor) -> tuple[Tensor, Tensor]:
-        results = by.norm_quantize(x, None, None, 1e-5, "rms", None, E4M3, True, False, False, ScaleRule())
+        wanted = Wanted(None, E4M3, True, False, False, ScaleRule())
+        results = by.norm_quantize(x, Norm(None, None, 1e-5, "rms"), wanted)
         return results[1], results[4]
 
     return cast

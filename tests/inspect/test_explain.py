@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_compile
 from te_compile.backend import te_fp8
-from te_compile.inspect import Report, explanation
+from te_compile.inspect import Report, captured_graphs
 from te_compile.passes import manager
 from te_compile.state_files import state_dict
 
@@ -353,8 +353,8 @@ def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> No
 
 def test_a_break_for_which_dynamo_has_a_headline_alone_is_told_by_it() -> None:
     text = "Operator does not run here\n  Explanation: \n  Hint: see elsewhere"
-    assert explanation._gist(text) == "Operator does not run here"
-    assert explanation._gist("Headline\n  Explanation: The reason.\n") == "The reason"
+    assert captured_graphs._gist(text) == "Operator does not run here"
+    assert captured_graphs._gist("Headline\n  Explanation: The reason.\n") == "The reason"
 
 
 def test_amaxes_that_were_not_finite_are_reported() -> None:

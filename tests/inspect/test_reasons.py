@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +22,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import te_compile
 from te_compile.inspect import Report
 from te_compile.options import Options
-from te_compile.passes import select, step_cost
-from te_compile.passes.plan import Site
+from te_compile.passes import fp8_support, step_cost
+from te_compile.passes.linear_cost import by_cost
+from tests.selecting import fake_site
 from tests.static_keys import StaticKeys
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -268,29 +269,16 @@ def test_a_mask_from_before_a_graph_break_says_so() -> None:
     assert "before a graph break" in reason and not faults(reason)
 
 
-def fake_site(x: str = "cuda", weight: str | None = None) -> Site:
-    nodes = []
-    for device in (x, weight or x):
-        node = torch.fx.Graph().placeholder("x")
-        value = SimpleNamespace(device=torch.device(device))
-        node.meta["example_value"] = value
-        nodes.append(node)
-    return cast(Site, SimpleNamespace(
-        x=nodes[0], weight=nodes[1], tokens=16, features=(64, 64), padding=(0, 0), linears=1, ends=None,
-        spell=None,
-    ))  # fmt: skip
-
-
 def test_what_devices_decide_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(device="cuda", capability=(8, 0))
     verdicts = [
-        select.by_device(fake_site("xpu"), Options()),
-        select.by_device(fake_site("cuda:0", "cuda:1"), Options()),
+        fp8_support.by_device(fake_site("xpu"), Options()),
+        fp8_support.by_device(fake_site("cuda:0", "cuda:1"), Options()),
     ]
-    monkeypatch.setattr(select.Target, "of", lambda device: old)
-    verdicts.append(select.by_device(fake_site(), Options()))
+    monkeypatch.setattr(fp8_support.Target, "of", lambda device: old)
+    verdicts.append(fp8_support.by_device(fake_site("cuda"), Options()))
     reasons = [verdict[1] for verdict in verdicts if verdict is not None]
-    reasons += [reason for _, reason in select.by_cost([fake_site()], Options())]
+    reasons += [reason for _, reason in by_cost([fake_site("cuda", tokens=16)], Options())]
     assert len(reasons) == len(verdicts) + 1 and not any(map(faults, reasons)), reasons
 
 
@@ -346,7 +334,7 @@ def _without_advice(source: str) -> list[str]:
     return [text for each in written if (text := ast.unparse(each)) not in ("''", "None") and "; " not in text]
 
 
-@pytest.mark.parametrize("file", sorted(Path(select.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(Path(fp8_support.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
 def test_reasons_that_no_model_here_reaches_have_advice_too(file: Path) -> None:
     assert not _without_advice(file.read_text())
 

@@ -17,7 +17,8 @@ from te_compile.kernels.tiles import alone as tile_alone
 from te_compile.ops import calibration, triton_implementations
 from te_compile.ops.fused_quantize import fused_quantize_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
-from te_compile.ops.norm import KINDS, LAYER, norm_reference, output_dtype
+from te_compile.ops.norm import KINDS, LAYER, norm_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Spec
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
@@ -79,10 +80,9 @@ def test_a_norm(
     """qᵀ is made as well where no scale is given: the many programs of others would have other statistics."""
     x = torch.randn(5, 200, device=device).to(x_dtype)
     weight, bias = parameters(kind, 200, x_dtype, device)
-    y_dtype = output_dtype(x_dtype, weight.dtype, kind)
     scale, rule, columnwise = number(given, device), RULES[1], given is None
-    arguments = x, weight, bias, EPS, kind, scale, E4M3, True, columnwise
-    y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(*arguments, True, rule, given != 3.0, y_dtype)
+    norm, wanted = Norm(weight, bias, EPS, kind), Wanted(scale, E4M3, True, columnwise, True, rule)
+    y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(x, norm, wanted, given != 3.0)
     wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
     torch.testing.assert_close(y, wanted_y, rtol=TOLERANCES[y.dtype], atol=TOLERANCES[y.dtype])
     torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0)
@@ -90,7 +90,7 @@ def test_a_norm(
     assert_same([q, qt, amax, scale_inv], list(quantize_reference(y, scale, E4M3, True, columnwise, rule)))
     assert launched == [1]
     if not emit:
-        silent = norm_quantize(*arguments, False, rule, given != 3.0, y_dtype)
+        silent = norm_quantize(x, norm, wanted._replace(emit=False), given != 3.0)
         assert silent[0].shape == (0,) and torch.equal(bytes_of(silent[1]), bytes_of(q))
 
 
@@ -99,7 +99,7 @@ def test_a_norm_of_any_shape(shape: tuple[int, int], device: str) -> None:
     x = torch.randn(shape, device=device)
     weight, bias = parameters(LAYER, shape[1], x.dtype, device)
     y, q, qt, amax, scale_inv, *_ = norm_quantize(
-        x, weight, bias, EPS, LAYER, None, E5M2, True, True, True, RULES[0], True
+        x, Norm(weight, bias, EPS, LAYER), Wanted(None, E5M2, True, True, True, RULES[0]), True
     )
     torch.testing.assert_close(y, norm_reference(x, weight, bias, EPS, LAYER)[0], rtol=1e-4, atol=1e-4)
     assert_same([q, qt, amax, scale_inv], list(quantize_reference(y, None, E5M2, True, True, RULES[0])))
@@ -107,10 +107,10 @@ def test_a_norm_of_any_shape(shape: tuple[int, int], device: str) -> None:
 
 def test_statistics_do_not_depend_on_what_is_known_and_wanted(device: str) -> None:
     x = torch.randn(6, 1000, device=device).to(torch.bfloat16)
-    parts = x, *parameters(LAYER, 1000, x.dtype, device), EPS, LAYER
+    norm = Norm(*parameters(LAYER, 1000, x.dtype, device), EPS, LAYER)
     ways = [(None, True, True), (None, False, True), (0.0, False, True), (3.0, False, True), (3.0, False, False)]
     first, *others = (
-        norm_quantize(*parts, number(given, device), E4M3, True, columnwise, True, RULES[0], measure)
+        norm_quantize(x, norm, Wanted(number(given, device), E4M3, True, columnwise, True, RULES[0]), measure)
         for given, columnwise, measure in ways
     )
     for other in others:
@@ -119,18 +119,19 @@ def test_statistics_do_not_depend_on_what_is_known_and_wanted(device: str) -> No
 
 def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(device: str) -> None:
     x = 3e4 + torch.randn(16, 1000, device=device)
-    mean, rstd = norm_quantize(x, None, None, 0.0, LAYER, None, E4M3, True, False, False, RULES[0], True)[5:]
+    wanted = Wanted(None, E4M3, True, False, False, RULES[0])
+    *_, mean, rstd = norm_quantize(x, Norm(None, None, 0.0, LAYER), wanted, True)
     torch.testing.assert_close(mean[:, 0].double(), x.double().mean(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(rstd[:, 0].double(), x.double().std(1, correction=0).reciprocal(), rtol=1e-3, atol=0)
 
 
 def test_a_transposed_copy_under_a_given_scale_is_for_others(device: str, launched: list[Any]) -> None:
     x, scale = torch.randn(4, 64, device=device), torch.ones((), device=device)
-    norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, True, False, RULES[0], False)
+    norm_quantize(x, Norm(None, None, EPS, "rms"), Wanted(scale, E4M3, True, True, False, RULES[0]), False)
     assert len(launched) > 1
     many = torch.randn(MOST_ALONE // 64 + 1, 64, device=device)
     launched.clear()
-    norm_quantize(many, None, None, EPS, "rms", None, E4M3, True, False, False, RULES[0], True)
+    norm_quantize(many, Norm(None, None, EPS, "rms"), Wanted(None, E4M3, True, False, False, RULES[0]), True)
     assert len(launched) > 1
 
 

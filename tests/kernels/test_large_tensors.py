@@ -28,7 +28,7 @@ from te_compile.ops.dropout_bits import words_of
 from te_compile.ops.fp8_attention import fp8_attention_reference
 from te_compile.ops.gemm import gemm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
-from te_compile.ops.norm_quantize import norm_quantize_reference
+from te_compile.ops.norm_quantize import Norm, Wanted, norm_quantize_reference
 from te_compile.ops.pointwise import Spec
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
@@ -79,9 +79,9 @@ def test_quantize_of_rows_far_apart(measure: bool, turned: bool) -> None:
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_norm_of_rows_far_apart(columnwise: bool) -> None:
     x, weight, bias = apart(ROWS, COLUMNS), torch.ones(COLUMNS, dtype=BF16), torch.zeros(COLUMNS, dtype=BF16)
-    rest = (1e-5, "layer", SCALE, E4M3, True, columnwise, True, RULE)
-    got = norm.norm_quantize(x, weight, bias, *rest, False)
-    wanted = norm_quantize_reference(x.contiguous(), weight, bias, *rest)
+    task = Norm(weight, bias, 1e-5, "layer"), Wanted(SCALE, E4M3, True, columnwise, True, RULE)
+    got = norm.norm_quantize(x, *task, False)
+    wanted = norm_quantize_reference(x.contiguous(), *task)
     assert same(got[1], wanted[1]) and same(got[2], wanted[2])
 
 
@@ -158,9 +158,9 @@ def test_producer_of_many_elements() -> None:
 def test_norm_of_many_elements(columnwise: bool) -> None:
     x, weight = sparse((1 << 20, 1 << 12), BF16), torch.ones(1 << 12, dtype=BF16)
     last = filled(x[-1:])  # few of the programs run that find statistics
-    rest = (1e-5, "rms", SCALE, E4M3, True, columnwise, True, RULE)
-    y, q, qt, _, _, _, rstd = norm.norm_quantize(x, weight, None, *rest, False)
-    wanted = norm_quantize_reference(last, weight, None, *rest)
+    task = Norm(weight, None, 1e-5, "rms"), Wanted(SCALE, E4M3, True, columnwise, True, RULE)
+    y, q, qt, _, _, _, rstd = norm.norm_quantize(x, *task, False)
+    wanted = norm_quantize_reference(last, *task)
     assert torch.allclose(rstd[-1], wanted[6])
     assert same(y[-1, -128:], wanted[0][0, -128:]) and same(q[-1, -128:], wanted[1][0, -128:])
     assert not columnwise or same(qt[-128:, -1], wanted[2][-128:, 0])

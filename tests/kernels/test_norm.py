@@ -8,7 +8,8 @@ from torch import Tensor
 
 from te_compile.kernels.norm import norm_quantize
 from te_compile.kernels.tiles import Tile
-from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED, norm_reference, output_dtype
+from te_compile.ops.norm import KINDS, LAYER, RMS_MIXED, norm_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
 
@@ -38,10 +39,10 @@ def agrees(
 ) -> None:
     """Assert the agreement described above, with y emitted and not."""
     measure = scale is None or float(scale) == 0
-    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
 
     def run(emit: bool) -> tuple[Tensor, ...]:
-        return norm_quantize(x, weight, bias, EPS, kind, scale, dtype, True, True, emit, RULE, measure, y_dtype, tile)
+        wanted = Wanted(scale, dtype, True, True, emit, RULE)
+        return norm_quantize(x, Norm(weight, bias, EPS, kind), wanted, measure, tile)
 
     y, q, qt, amax, scale_inv, mean, rstd = run(emit=True)
     wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
@@ -105,9 +106,8 @@ def test_the_default_tiles_agree_too(shape: tuple[int, int], device: str) -> Non
 
 def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(device: str) -> None:
     x = 3e4 + torch.randn(16, 1000, device=device)
-    mean, rstd = norm_quantize(
-        x, None, None, 0.0, LAYER, torch.ones((), device=device), E4M3, True, False, False, RULE, False, None, TILE
-    )[5:]
+    asked = Wanted(torch.ones((), device=device), E4M3, True, False, False, RULE)
+    *_, mean, rstd = norm_quantize(x, Norm(None, None, 0.0, LAYER), asked, False, TILE)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean(1, keepdim=True), rtol=1e-6, atol=0)
     wanted = exact.var(1, keepdim=True, unbiased=False).rsqrt()
@@ -127,7 +127,8 @@ def test_a_value_that_is_not_finite_spoils_its_row_and_no_other(kind: str, bad: 
     x[7, 141] = bad
     weight, bias = parameters(kind, 150, x.dtype, device)
     scale = torch.tensor(40.0, device=device)
-    q, _, amax = norm_quantize(x, weight, bias, EPS, kind, scale, E4M3, True, True, True, RULE, False, None, TILE)[1:4]
+    wanted = Wanted(scale, E4M3, True, True, True, RULE)
+    _, q, _, amax, *_ = norm_quantize(x, Norm(weight, bias, EPS, kind), wanted, False, TILE)
     assert amax == torch.inf
     spoilt = q.float().isnan().any(1)
     assert spoilt[7] and int(spoilt.sum()) == 1

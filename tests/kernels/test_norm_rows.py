@@ -9,7 +9,8 @@ from torch import Tensor
 from te_compile.kernels import norm_rows
 from te_compile.kernels.norm import norm_quantize
 from te_compile.kernels.norm_rows import LONGEST_ROW
-from te_compile.ops.norm import KINDS, LAYER, norm_reference, output_dtype
+from te_compile.ops.norm import KINDS, LAYER, norm_reference
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.quantize import quantize_reference
 from te_compile.recipe import ScaleRule
 from tests.kernels.test_norm import EPS, TOLERANCES, parameters
@@ -40,9 +41,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def agrees(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dtype: torch.dtype, emit: bool) -> None:
     scale = torch.tensor(40.0, device=x.device)
-    y_dtype = output_dtype(x.dtype, None if weight is None else weight.dtype, kind)
-    given = x, weight, bias, EPS, kind, scale, dtype, True, False
-    y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(*given, True, RULE, False, y_dtype)
+    norm, asked = Norm(weight, bias, EPS, kind), Wanted(scale, dtype, True, False, True, RULE)
+    y, q, qt, amax, scale_inv, mean, rstd = norm_quantize(x, norm, asked, False)
     wanted_y, wanted_mean, wanted_rstd = norm_reference(x, weight, bias, EPS, kind)
     close = {"rtol": TOLERANCES[y.dtype], "atol": TOLERANCES[y.dtype], "equal_nan": True}
     torch.testing.assert_close(y, wanted_y, **close)
@@ -55,7 +55,7 @@ def agrees(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dty
     assert bool((alike | wanted[0].float().isnan() & q.float().isnan()).all())
     assert torch.equal(amax, wanted[2]) and torch.equal(scale_inv, wanted[3])
     if not emit:
-        silent = norm_quantize(*given, False, RULE, False, y_dtype)
+        silent = norm_quantize(x, norm, asked._replace(emit=False), False)
         assert silent[0].shape == (0,) and torch.equal(silent[1].view(torch.uint8), q.view(torch.uint8))
 
 
@@ -101,7 +101,8 @@ def test_a_row_of_large_numbers_that_differ_little_keeps_its_variance(
 ) -> None:
     x = 3e4 + torch.randn(16, columns, device=device)
     scale = torch.ones((), device=device)
-    mean, rstd = norm_quantize(x, None, None, 0.0, LAYER, scale, E4M3, True, False, False, RULE, False)[5:]
+    wanted = Wanted(scale, E4M3, True, False, False, RULE)
+    *_, mean, rstd = norm_quantize(x, Norm(None, None, 0.0, LAYER), wanted, False)
     torch.testing.assert_close(mean[:, 0].double(), x.double().mean(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(rstd[:, 0].double(), x.double().std(1, correction=0).reciprocal(), rtol=1e-3, atol=0)
     assert launched
@@ -113,9 +114,8 @@ def test_what_is_not_finite_shows_in_the_amax(poison: float, columns: int, devic
     x = torch.randn(8, columns, device=device)
     x[3, columns - 5] = poison
     scale = torch.ones((), device=device)
-    q, amax = (
-        norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)[i] for i in (1, 3)
-    )
+    wanted = Wanted(scale, E4M3, True, False, False, RULE)
+    _, q, _, amax, *_ = norm_quantize(x, Norm(None, None, EPS, "rms"), wanted, False)
     assert amax == torch.inf and q[3].float().isnan().any() and not q[4].float().isnan().any()
     assert launched
 
@@ -128,13 +128,13 @@ def test_a_scale_that_may_be_missing_is_found_first_and_changes_no_statistic(
     kind: str, columns: int, given: float, rule: ScaleRule, device: str, launched: list[int]
 ) -> None:
     x = torch.randn(37, columns, device=device).to(torch.bfloat16)
-    parts = x, *parameters(kind, columns, x.dtype, device), EPS, kind
+    norm = Norm(*parameters(kind, columns, x.dtype, device), EPS, kind)
     scale = torch.tensor(given, device=device)
-    y, q, _, amax, scale_inv, mean, rstd = norm_quantize(*parts, scale, E4M3, True, False, True, rule, True)
+    y, q, _, amax, scale_inv, mean, rstd = norm_quantize(x, norm, Wanted(scale, E4M3, True, False, True, rule), True)
     wanted = quantize_reference(y, scale, E4M3, True, False, rule)
     assert torch.equal(q.view(torch.uint8), wanted[0].view(torch.uint8))
     assert torch.equal(amax, wanted[2]) and torch.equal(scale_inv, wanted[3])
-    known = norm_quantize(*parts, torch.ones((), device=device), E4M3, True, False, True, rule, False)
+    known = norm_quantize(x, norm, Wanted(torch.ones((), device=device), E4M3, True, False, True, rule), False)
     for one, other in zip((y, mean, rstd), (known[0], *known[5:]), strict=True):
         assert torch.equal(one, other)
     assert launched == [columns] * 2
@@ -142,10 +142,10 @@ def test_a_scale_that_may_be_missing_is_found_first_and_changes_no_statistic(
 
 def test_other_wishes_go_to_the_two_launches(device: str, launched: list[int]) -> None:
     x, scale = torch.randn(4, 64, device=device), torch.ones((), device=device)
-    norm_quantize(x, None, None, EPS, "rms", scale, E4M3, True, True, False, RULE, False)  # qᵀ
-    norm_quantize(x, None, None, EPS, "rms", None, E4M3, True, False, False, RULE, True)  # no scale
+    norm_quantize(x, Norm(None, None, EPS, "rms"), Wanted(scale, E4M3, True, True, False, RULE), False)  # qᵀ
+    norm_quantize(x, Norm(None, None, EPS, "rms"), Wanted(None, E4M3, True, False, False, RULE), True)  # no scale
     long = torch.randn(1, LONGEST_ROW + 16, device=device)
-    norm_quantize(long, None, None, EPS, "rms", scale, E4M3, True, False, False, RULE, False)
+    norm_quantize(long, Norm(None, None, EPS, "rms"), Wanted(scale, E4M3, True, False, False, RULE), False)
     assert not launched
 
 

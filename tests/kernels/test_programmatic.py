@@ -34,6 +34,7 @@ from te_compile.kernels.quantize import quantize
 from te_compile.kernels.recording import rehearsing
 from te_compile.kernels.tiles import alone
 from te_compile.ops.norm import RMS
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Place, SpecBuilder
 from te_compile.recipe import ScaleRule
 
@@ -49,7 +50,7 @@ with FakeTensorMode(), rehearsing(notes):
     quantize_alone(x, None, e4m3, True, rule, alone(16, 256))
     quantize(x, scale, e4m3, True, False, rule, False)
     for each, by in ((x, weight), (wide, None)):
-        norm_quantize(each, by, None, 1e-6, RMS, scale, e4m3, True, False, False, rule, False)
+        norm_quantize(each, Norm(by, None, 1e-6, RMS), Wanted(scale, e4m3, True, False, False, rule), False)
     fused_quantize([x], scale, square, e4m3, True, False, rule, False)
     fused_quantize([x], None, square, e4m3, True, False, rule, True)
 for launch in notes.launches:

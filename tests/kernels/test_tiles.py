@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_compile.kernels import norm, pointwise, quantize, tiles
 from te_compile.kernels.tiles import Question, Tile, Work, choose, trying
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Spec
 from te_compile.recipe import ScaleRule
 
@@ -73,7 +74,8 @@ def of_quantize(x: Tensor, y: Tensor, scale: Tensor) -> list[Tensor]:
 
 
 def of_norm(x: Tensor, y: Tensor, scale: Tensor) -> list[Tensor]:
-    return list(norm.norm_quantize(x, None, None, 1e-5, "layer", scale, E4M3, True, True, True, ScaleRule(), False))
+    wanted = Wanted(scale, E4M3, True, True, True, ScaleRule())
+    return list(norm.norm_quantize(x, Norm(None, None, 1e-5, "layer"), wanted, False))
 
 
 def of_sums(x: Tensor, y: Tensor, scale: Tensor) -> list[Tensor]:

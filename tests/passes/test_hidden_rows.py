@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_compile.passes.recognise_attention import STAYS
-from tests.passes.test_recognise_attention import (
+from tests.spelled_out import (
     BATCH,
     HEADS,
     LENGTH,

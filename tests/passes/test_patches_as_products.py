@@ -16,15 +16,18 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from te_compile import backend
+from te_compile.options import Options
 from te_compile.passes import select, step_cost
 from te_compile.passes.find_linears import find_linears
+from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.patches_as_products import is_on_a_gpu, patches_as_products
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import regions_of
 from te_compile.passes.text import ops_text
 from tests.capturing import captured
 from tests.compiling import compiled, relative_error, train_step
-from tests.inspect.test_reasons import fake_site, faults
+from tests.inspect.test_reasons import faults
+from tests.selecting import fake_site
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -202,7 +205,7 @@ def test_the_row_keeps_its_reason_with_a_note() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_what_the_cost_model_says_is_known_and_has_room_for_the_note(scale: float) -> None:
-    ((_, reason),) = select.by_cost([fake_site()], select.Options())
+    ((_, reason),) = by_cost([fake_site("cuda", tokens=16)], Options())
     steps = [(scale * 234.0, scale * 345.0), (scale * 345.0, scale * 234.0)]
     reasons = [reason, *(step_cost._reason(step_cost.Step(*each), step_cost.Step(50.0, 60.0)) for each in steps)]
     for reason in reasons:

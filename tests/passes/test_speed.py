@@ -17,6 +17,24 @@ def test_a_gain_is_the_difference_of_the_two_times(training: bool) -> None:
     assert gain_microseconds(*shape, training=training) == difference
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_large_linears_gain_and_tiny_ones_lose(training: bool) -> None:
+    assert gain_microseconds(8192, 4096, 4096, training=training) > 0
+    assert gain_microseconds(16, 64, 64, training=training) < 0
+
+
+def test_in_the_range_where_fp8_gains_more_tokens_gain_more() -> None:
+    gains = [gain_microseconds(tokens, 4096, 4096, training=True) for tokens in (4096, 8192, 16384)]
+    assert gains == sorted(gains)
+
+
+def test_padding_costs_time_and_a_large_head_still_gains() -> None:
+    size = (8192, 4096, 50257)
+    padded, aligned = (gain_microseconds(*size, padding=more, training=True) for more in ((0, 15), (0, 0)))
+    assert 0 < padded < aligned
+    assert gain_microseconds(8192, 1000, 17, padding=(8, 15), training=True) < 0
+
+
 def test_few_tokens_are_bound_by_reading_the_weight() -> None:
     """One token or eight: the same bytes of weight, the same time."""
     one, eight = (high_precision_microseconds(tokens, 4096, 4096, training=False) for tokens in (1, 8))

@@ -38,6 +38,7 @@ from te_compile.kernels.recording import rehearsing
 from te_compile.kernels.tiles import alone as tile_alone
 from te_compile.kernels.weight_refresh import TritonRefresher
 from te_compile.kernels.weights import quantize_weights
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Spec
 from te_compile.ops.weight_refresh import Layout
 from te_compile.ops.weights import column_places, row_places
@@ -62,7 +63,8 @@ def norms() -> None:
     for kind, columns, columnwise in (("layer", 4096, True), ("rms", 5120, False), ("layer", 16384, False)):
         x, parameters = empty(64, columns, dtype=FP32), [empty(columns, dtype=FP32)] * (1 + (kind == "layer"))
         weight, bias = (*parameters, None)[:2]
-        norm.norm_quantize(x, weight, bias, 1e-5, kind, empty(dtype=FP32), E4M3, True, columnwise, True, RULE, False)
+        wanted = Wanted(empty(dtype=FP32), E4M3, True, columnwise, True, RULE)
+        norm.norm_quantize(x, Norm(weight, bias, 1e-5, kind), wanted, False)
 
 
 def few_rows() -> None:
@@ -71,7 +73,7 @@ def few_rows() -> None:
         x, row, tile = empty(rows, columns, dtype=FP32), empty(columns, dtype=FP32), tile_alone(rows, columns)
         assert tile is not None
         alone.quantize_alone(x, zero, E5M2, True, RULE, tile)
-        norm.norm_quantize(x, row, row, 1e-5, "layer", None, E4M3, True, True, True, RULE, True)
+        norm.norm_quantize(x, Norm(row, row, 1e-5, "layer"), Wanted(None, E4M3, True, True, True, RULE), True)
         inputs = [empty(rows, columns)] * 2
         pointwise.fused_quantize(inputs, zero, Spec.parse(SPECS["swiglu"]), E4M3, True, False, RULE, True)
 

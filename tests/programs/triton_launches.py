@@ -32,6 +32,7 @@ from te_compile.kernels.compile_worker import Pointer, source_of, target_of
 from te_compile.kernels.driver_launch import declared_widths
 from te_compile.kernels.pointwise import fused_quantize
 from te_compile.kernels.recording import rehearsing
+from te_compile.ops.norm_quantize import Norm, Wanted
 from te_compile.ops.pointwise import Spec
 from te_compile.recipe import ScaleRule
 from tests.csrc.conftest import PRETEND
@@ -83,7 +84,7 @@ def launches() -> list[ahead.Launch]:
         x, weight = matrix(64, 256), torch.empty(256, dtype=torch.bfloat16, device="cuda")
         scale, e4m3, rule = torch.empty((), device="cuda"), torch.float8_e4m3fn, ScaleRule()
         quantize.quantize(x, scale, e4m3, True, True, rule, True)
-        norm.norm_quantize(x, weight, None, 1e-5, "rms", scale, e4m3, True, True, True, rule, True)
+        norm.norm_quantize(x, Norm(weight, None, 1e-5, "rms"), Wanted(scale, e4m3, True, True, True, rule), True)
         rstd = torch.empty(64, 1, device="cuda")
         norm_backward.norm_backward(x, x, weight, rstd, rstd, x, "rms", True, True, None)
         fused_quantize([x], scale, Spec.parse(SPEC), e4m3, True, True, rule, True)

@@ -1,0 +1,54 @@
+"""Which parameters are tables that embeddings read, and which of those have a row for each word.
+
+A head often shares its weight with such a table, or is as wide as the vocabulary; a codebook is one that is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.plan import Plan
+from te_compile.passes.result_readers import keeps_values
+from te_compile.passes.weight_expressions import is_given
+
+_TABLES = WeakIdKeyDictionary()
+"""The parameters that an embedding reads in a graph captured so far: a graph break may part it from the head."""
+
+
+def is_table(weight: Node) -> bool:
+    """Does an embedding read ``weight``, in this graph?"""
+    return any(user.target in (F.embedding, torch.embedding) for user in weight.users)
+
+
+def embedding_tables(plan: Plan) -> set[Node | None]:
+    """The parameters of ``plan`` that embeddings read, in this graph or in one before it."""
+    for node, parameter in plan.parameters.items():
+        if is_table(node):
+            _TABLES[parameter] = True
+    return {node for node, parameter in plan.parameters.items() if parameter in _TABLES}
+
+
+def vocabularies(tables: Collection[Node | None]) -> set[int]:
+    """How many words there are in each embedding of words."""
+    return {size_hint(value_of(table).shape[0]) for table in tables if table is not None and _is_of_words(table)}
+
+
+def _is_of_words(table: Node) -> bool:
+    """Does the caller say which rows of ``table`` are read? Of positions the model counts them itself."""
+    places: dict[Any, tuple[int, str]] = {F.embedding: (0, "input"), torch.embedding: (1, "indices")}
+    readers = (user for user in table.users if user.target in places)
+    return any(_shows_what_was_given(argument(user, *places[user.target])) for user in readers)
+
+
+def _shows_what_was_given(node: Any) -> bool:
+    """Is ``node`` what the caller gave, seen in whatever way?"""
+    while isinstance(node, Node) and keeps_values(node) and node.args:
+        node = node.args[0]
+    return isinstance(node, Node) and is_given(node)

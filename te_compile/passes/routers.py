@@ -1,0 +1,50 @@
+"""Keep routers and codebooks in high precision: linears whose largest or smallest results decide what is computed next.
+
+They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Node
+
+from te_compile.options import Options
+from te_compile.passes.captured_nodes import argument, name_called
+from te_compile.passes.embedding_tables import is_table
+from te_compile.passes.plan import Cause, Site, Verdict
+from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, plain_name, reached
+
+_ROUTING = {
+    "topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax", "logsigmoid", "log_sigmoid",
+    "softplus", "exp", "log", "sqrt", "square", "pow", "normalize", "layer_norm", "rms_norm",
+}  # fmt: skip
+_PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
+_PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
+
+
+def by_router(site: Site, options: Options) -> Verdict:
+    """Routers pick experts, and codebooks entries: a small error flips a discrete choice."""
+    if is_picked_from(site):
+        weight = site.root_weight or site.weight
+        is_codebook = weight is not None and is_table(weight)
+        what, picked = ("a codebook", "entries of a table") if is_codebook else ("a router", "experts")
+        why = f"its result picks {picked}, and FP8 rounding would change the pick"
+        return Cause.RULE, f"{what}: {why}; nothing to do: FP8 would lose accuracy"
+    return None
+
+
+def is_picked_from(site: Site) -> bool:
+    """Does the largest or smallest of what ``site`` gives decide what is computed next?"""
+    known = SAME_VALUES | ARITHMETIC | _ROUTING
+    return site.features[1] <= 1024 and any(map(picks, reached(site.node, lambda node: plain_name(node) in known)))
+
+
+def picks(node: Node) -> bool:
+    """Does ``node`` say where the largest or smallest are?"""
+    if plain_name(node) in _PICKS_WITH_VALUES:
+        places = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
+        return any(user.users for user in places) or any(name_called(user) == "indices" for user in node.users)
+    if plain_name(node) == "gumbel_softmax":
+        return bool(argument(node, 2, "hard", False))
+    return plain_name(node) in _PICKS

@@ -1,0 +1,258 @@
+"""Heads are known by their names, weights, losses and results, and what only looks like one is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_compile.ops import registry
+from te_compile.options import Options
+from te_compile.passes.find_linears import find_linears
+from te_compile.passes.lower_losses import lower_losses
+from te_compile.passes.plan import Cause, Plan
+from te_compile.passes.regions import regions_of
+from te_compile.passes.select import select_linears
+from tests.capturing import captured
+from tests.selecting import Named, planned, verdict
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Calls(nn.Module):
+    """The linear ``block.output``."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block.output(x)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output"])
+def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) -> None:
+    model, x = Named(**{name: (32, 48)}), torch.randn(5, 32)
+    site = verdict(model, x)
+    assert site.cause is Cause.RULE and "logits" in site.reason and "lm_head=True" in site.reason
+    assert verdict(model, x, lm_head=True).status == "fp8"
+
+
+class Blocks(nn.Module):
+    """Two blocks whose last linears have the name of a head, and a head."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.blocks = name, nn.ModuleList(nn.ModuleDict({name: nn.Linear(32, 32)}) for _ in range(2))
+        self.add_module(name, nn.Linear(32, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(x) * block[self.name](x)
+        return getattr(self, self.name)(F.layer_norm(x, (32,)))
+
+
+@pytest.mark.parametrize("name", ["proj_out", "output_projection", "head"])
+def test_what_is_called_a_head_within_a_block_is_none(name: str) -> None:
+    plan = planned(Blocks(name), torch.randn(5, 32))
+    assert {site.name: site.status for site in plan.sites} == {
+        f"blocks.0.{name}": "fp8", f"blocks.1.{name}": "fp8", name: "kept",
+    }  # fmt: skip
+    block = nn.ModuleDict({"proj_out": nn.Linear(32, 32)})  # compiled by itself: nothing in the graph comes after
+    assert verdict(lambda x: x + block["proj_out"](x), torch.randn(5, 32)).status == "fp8"
+
+
+def test_a_head_whose_chances_are_read_by_a_linear_is_one() -> None:
+    model, back = Named(head=(32, 48)), nn.Linear(48, 32)
+    plan = planned(lambda x: (x + back(model(x)[0].softmax(-1))).cos(), torch.randn(5, 32))
+    assert [site.status for site in plan.sites] == ["kept", "fp8"]
+
+
+def test_the_output_of_a_part_of_the_model_is_no_head() -> None:
+    block = nn.Module()
+    block.output = nn.Linear(32, 48)
+    assert verdict(nn.Sequential(Calls(block)), torch.randn(5, 32)).status == "fp8"
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss])
+def test_a_head_by_the_loss_that_reads_it(loss: Callable[..., Tensor]) -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return loss(fc(x).float().view(-1, 48), target)
+
+    site = verdict(run, torch.randn(2, 5, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "capped": lambda logits: 30.0 * torch.tanh(logits / 30.0),
+    "in place": lambda logits: logits.mul_(0.5),
+    "by a learned scale": lambda logits: logits * torch.ones(()).exp(),
+    "with a bias": lambda logits: logits + torch.zeros(48),
+    "without some": lambda logits: logits.masked_fill(torch.arange(48) > 40, float("-inf")),
+    "wider": lambda logits: logits.double(),
+    "turned twice": lambda logits: logits.T.mT,
+    "turned and back": lambda logits: logits.swapaxes(0, 1).swapdims(0, 1),
+    "in two parts": lambda logits: torch.cat(logits.chunk(2)),
+    "in parts": lambda logits: torch.cat([part.float() for part in logits.split(5)]),
+    "row by row": lambda logits: torch.stack(logits.unbind()),
+    "some rows": lambda logits: logits.narrow(0, 0, 10),
+    "rows by number": lambda logits: logits.index_select(0, torch.arange(10)),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_head_whose_logits_are_changed_before_the_loss(how: str) -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(CHANGED[how](fc(x)), target)
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_logarithm_of_its_softmax() -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return -fc(x).softmax(-1).gather(-1, target[:, None]).log().mean()
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+    assert verdict(lambda x: fc(x).exp().log1p(), torch.randn(10, 32)).status == "fp8"
+
+
+def test_a_head_by_the_loss_that_is_spelled_out() -> None:
+    fc = nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        logits = fc(x)
+        return (logits.logsumexp(-1) - logits.gather(-1, target[:, None])[:, 0]).mean()
+
+    site = verdict(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_a_head_by_the_loss_that_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of ours stands in the place of that loss by then."""
+    fc = nn.Linear(32, 1024)
+    gm, examples = captured(
+        lambda x, target: F.cross_entropy(fc(x), target), torch.randn(10, 32), torch.randint(0, 1024, (10,))
+    )
+    monkeypatch.setattr(registry, "choose", lambda operator, target, arguments: ("triton", []))
+    assert lower_losses(gm.graph) == 1
+    regions, left = regions_of(gm)
+    plan = Plan()
+    find_linears(regions, left, examples, plan)
+    select_linears(plan, Options())
+    (site,) = plan.sites
+    assert site.cause is Cause.RULE and "loss" in site.reason
+
+
+def test_what_is_added_to_a_residual_stream_is_no_head() -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        x = x + a(x)
+        return F.cross_entropy(x + b(x), target)
+
+    plan = planned(run, torch.randn(10, 32), torch.randint(0, 32, (10,)))
+    assert [site.status for site in plan.sites] == ["fp8", "fp8"]
+
+
+def test_a_head_by_the_embedding_that_shares_its_weight() -> None:
+    embed, other = nn.Embedding(64, 32), nn.Linear(32, 32)
+
+    def run(ids: Tensor) -> Tensor:
+        return F.linear(torch.tanh(other(embed(ids))), embed.weight)
+
+    plan = planned(run, torch.randint(0, 64, (2, 5)))
+    assert [site.cause for site in plan.sites] == [None, Cause.RULE]
+    assert "embedding" in plan.sites[1].reason
+
+
+def test_an_activation_on_the_way_to_the_loss_makes_no_head() -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 48)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(b(torch.tanh(a(x))), target)
+
+    plan = planned(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    assert [site.cause for site in plan.sites] == [None, Cause.RULE]
+
+
+class Untied(nn.Module):
+    """Text in, and out what ``head`` makes of it: no loss in the graph, and no weight that is shared."""
+
+    def __init__(self, words: int, **parts: nn.Module) -> None:
+        super().__init__()
+        self.table, self.fc, self.places = nn.Embedding(words, 32), nn.Linear(32, 32), nn.Embedding(64, 32)
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.parts = list(parts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.fc(self.table(ids) + self.places(torch.arange(ids.shape[1]))))
+        return torch.stack([getattr(self, part)(x).float() for part in self.parts], dim=1)
+
+
+def _unfinished(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), *modules)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "classifier", "classification_head", "lm_heads", "sop_classifier"])
+def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(name: str) -> None:
+    plan = planned(Untied(100, **{name: _unfinished(nn.Linear(32, 48))}), torch.randint(0, 100, (2, 5)))
+    assert {site.name: site.status for site in plan.sites} == {"fc": "fp8", f"{name}.0": "fp8", f"{name}.2": "kept"}
+    assert plan.sites[-1].cause is Cause.RULE and f"from its {name!r}" in plan.sites[-1].reason
+
+
+class Batch(NamedTuple):
+    """What a caller may put its inputs into."""
+
+    ids: Tensor
+
+
+@dataclass
+class OtherBatch:
+    """The same."""
+
+    ids: Tensor
+
+
+@pytest.mark.parametrize("kind", [Batch, OtherBatch, lambda ids: SimpleNamespace(ids=ids)])
+def test_words_may_come_in_an_object(kind: Callable[[Tensor], Any]) -> None:
+    class OfObjects(Untied):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.ids)
+
+    plan = planned(OfObjects(48, out=nn.Linear(32, 48)), kind(torch.randint(0, 48, (2, 5))))
+    assert [site.status for site in plan.sites] == ["fp8", "kept"] and "vocabulary" in plan.sites[1].reason
+
+
+def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
+    model, ids = Untied(48, out=nn.Linear(32, 48)), torch.randint(0, 48, (2, 5))
+    plan = planned(model, ids)
+    assert [site.status for site in plan.sites] == ["fp8", "kept"] and "vocabulary" in plan.sites[1].reason
+    assert [site.status for site in planned(model, ids, lm_head=True).sites] == ["fp8", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (100, {"projection": nn.Linear(32, 48)}),  # an embedding, not a word's score
+        (100, {"projection": nn.Linear(32, 64)}),  # nor that of a place
+        (48, {"classifier": nn.Sequential(nn.Linear(32, 48), nn.GELU())}),  # a feature: more is done with it
+    ],
+)
+def test_what_is_returned_and_no_logits_goes_to_fp8(words: int, parts: dict[str, nn.Module]) -> None:
+    plan = planned(Untied(words, **parts), torch.randint(0, words, (2, 5)))
+    assert [site.status for site in plan.sites] == ["fp8", "fp8"]

@@ -1,0 +1,105 @@
+"""Routers and codebooks are known by what is picked, whatever scores become before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_compile.passes.plan import Cause
+from tests.selecting import planned, verdict
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_a_router_keeps_its_precision() -> None:
+    gate = nn.Linear(32, 16)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.topk(F.softmax(gate(x).float(), dim=-1), 2).values
+
+    site = verdict(run, torch.randn(10, 32))
+    assert site.cause is Cause.RULE and "router" in site.reason
+
+
+ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a bias decides as well": lambda scores: (scores.sigmoid() + torch.zeros(32)).topk(2).indices,
+    "by groups": lambda scores: (scores + 0.1).view(-1, 4, 8).topk(2).values.sum(-1).topk(2).indices,
+    "noisy": lambda scores: torch.topk(scores + torch.randn(10, 32) * 0.1, 2).indices,
+    "one expert": lambda scores: scores.softmax(-1).argmax(-1),
+    "one expert and its probability": lambda scores: torch.max(scores.softmax(-1), dim=-1)[1],
+    "one expert, by name": lambda scores: scores.max(dim=-1).indices,
+    "by a temperature": lambda scores: torch.topk(scores / 0.7, 2).indices,
+    "experts choose": lambda scores: scores.T.softmax(-1).topk(3).indices,
+    "some are masked": lambda scores: scores.masked_fill(torch.arange(32) > 20, float("-inf")).topk(2).indices,
+    "sorted": lambda scores: scores.sort(dim=-1, descending=True)[1][:, :2],
+    "above the least of the largest": lambda scores: scores >= scores.kthvalue(31, dim=-1, keepdim=True).values,
+    "drawn with a gradient": lambda scores: F.gumbel_softmax(scores, hard=True),
+    "drawn": lambda scores: torch.multinomial(scores.softmax(-1), 2),
+    "by the root of a softplus": lambda scores: F.softplus(scores).sqrt().topk(2).indices,
+    "by a softmax that is spelled out": lambda scores: (scores - scores.amax(-1, keepdim=True)).exp().topk(2).indices,
+    "by a logarithm": lambda scores: F.logsigmoid(scores).topk(2).indices,
+    "by a direction": lambda scores: F.normalize(scores, dim=-1).topk(2).indices,
+    "normalised": lambda scores: F.layer_norm(scores, (32,)).softmax(-1).topk(2).indices,
+    "turned": lambda scores: scores.swapaxes(0, 1).softmax(0).swapaxes(0, 1).topk(2).indices,
+    "a softmax for each group": lambda scores: torch.cat([s.softmax(-1) for s in scores.chunk(2, -1)], -1).topk(2)[1],
+}
+
+
+@pytest.mark.parametrize("way", ROUTERS)
+def test_a_router_is_known_by_what_it_picks(way: str) -> None:
+    gate = nn.Linear(32, 32)
+    site = verdict(lambda x: ROUTERS[way](gate(x)), torch.randn(10, 32))
+    assert site.cause is Cause.RULE and "router" in site.reason
+
+
+def test_a_router_is_no_head_whatever_it_is_called() -> None:
+    classifier, x = nn.Linear(32, 16), torch.randn(10, 32)
+
+    def picked(x: Tensor) -> Tensor:
+        return classifier(x).softmax(-1).topk(2).indices
+
+    def beside_its_scores(x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = classifier(x)
+        return scores, scores.argmax(-1)
+
+    site = verdict(picked, x)
+    assert site.name == "classifier" and site.cause is Cause.RULE and "a router" in site.reason
+    assert "projection to logits" in verdict(beside_its_scores, x).reason
+
+
+def test_the_largest_values_alone_are_no_pick() -> None:
+    """As a pooling over points takes them."""
+    fc = nn.Linear(32, 32)
+    assert verdict(lambda x: fc(x).max(dim=1)[0], torch.randn(2, 10, 32)).status == "fp8"
+    assert verdict(lambda x: fc(x).sort(dim=1).values, torch.randn(2, 10, 32)).status == "fp8"
+
+
+def test_a_draw_that_mixes_all_is_no_pick() -> None:
+    fc = nn.Linear(32, 32)
+    assert verdict(lambda x: F.gumbel_softmax(fc(x), tau=0.5), torch.randn(10, 32)).status == "fp8"
+
+
+class Codebook(nn.Module):
+    """Takes for each row the nearest entry of a table, as a quantising autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.table, self.decode = nn.Linear(64, 32), nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, entries = self.encode(x), self.table.weight
+        distances = z.square().sum(-1, keepdim=True) - 2 * z @ entries.t() + entries.square().sum(1)
+        return self.decode(z + (self.table(distances.argmin(-1)) - z).detach())
+
+
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_a_codebook_is_no_head_though_its_weight_is_a_table(lm_head: bool) -> None:
+    sites = {site.name: site for site in planned(Codebook(), torch.randn(16, 64), lm_head=lm_head).sites}
+    assert sites["encode"].status == sites["decode"].status == "fp8"
+    assert sites["table"].cause is Cause.RULE and sites["table"].reason.startswith(
+        "a codebook: its result picks entries"
+    )

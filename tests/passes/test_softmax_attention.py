@@ -1,0 +1,180 @@
+"""What is another computation than attention stays as it was, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_compile.passes.recognise_attention import STAYS
+from tests.spelled_out import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    Attention,
+    assert_recognised,
+    assert_stays,
+    operands,
+    results,
+    rewritten,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(torch.tanh(q @ k.mT / 50.0) * 50.0, dim=-1) @ v
+
+
+def _with_two_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, torch.zeros(BATCH, HEADS, LENGTH, 2)], dim=-1)
+    return F.softmax(scores, dim=-1)[..., :-2] @ v
+
+
+def _weights_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = F.softmax(q @ k.mT, dim=-1)
+    return weights @ v, weights
+
+
+def _scores_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    return F.softmax(scores, dim=-1) @ v, scores
+
+
+def _head_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT, dim=-1) * torch.rand(HEADS, 1, 1) @ v
+
+
+def _without_gradients_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+    return F.softmax(scores, dim=-1) @ v
+
+
+def _values_written_into_meanwhile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1.0
+    scores = q @ k.mT
+    k.view(-1).mul_(2.0)
+    return F.softmax(scores, dim=-1) @ (v + k)
+
+
+def _keys_written_into_by_position(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1.0
+    scores = q @ k.mT
+    F.hardtanh(k, -0.1, 0.1, True)
+    return F.softmax(scores, dim=-1) @ (v + k)
+
+
+def _multiplied_by_a_negative_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * -0.5, dim=-1) @ v
+
+
+def _of_negative_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q * 0.5 @ (k / -4.0).mT, dim=-1) @ v
+
+
+def _negative_by_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(torch.ones(BATCH * HEADS, 1, LENGTH).cumsum(-1), q, k.mT, alpha=-0.25)
+    return torch.bmm(F.softmax(scores, dim=-1), v)
+
+
+def _multiplied_by_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * 0.0, dim=-1) @ v
+
+
+def _shifted_by_the_largest_of_a_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return F.softmax(scores - scores.amax(dim=-2, keepdim=True), dim=-1) @ v
+
+
+def _shifted_by_what_is_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT
+    largest = scores.amax(dim=-1, keepdim=True)
+    return F.softmax(scores - largest, dim=-1) @ v, largest
+
+
+def _shifted_by_the_largest_of_another(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores, others = q @ k.mT, k @ q.mT
+    return F.softmax(scores - others.cos().amax(dim=-2, keepdim=True), dim=-1) @ v
+
+
+def _result_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result = F.softmax(q @ k.mT, dim=-1) @ v
+    result.flatten(1, 2).mul_(0.5)
+    return result
+
+
+def _narrowed_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In float64 the number hides a row and leaves its softmax uniform; in float32 it is infinite."""
+    q, k, v = (x.double() for x in (q, k, v))
+    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
+    mask[1] = torch.finfo(torch.float64).min
+    return F.softmax(q @ k.mT + mask, dim=-1, dtype=torch.float32).double() @ v
+
+
+def _to_a_shorter_range_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    return F.softmax(q @ k.mT, dim=-1, dtype=torch.float16).bfloat16() @ v
+
+
+@pytest.mark.parametrize(("reason", "run"), [
+    ("narrows torch.float64 to torch.float32", _narrowed_by_its_softmax),
+    ("narrows torch.bfloat16 to torch.float16", _to_a_shorter_range_by_its_softmax),
+    ("tanh", _softcapped),
+    ("weights are read elsewhere", _weights_returned),
+    ("scores are read elsewhere", _scores_returned),
+    ("weights go through mul", _head_mask),
+    ("gradients or autocast are switched", _without_gradients_inside),
+    ("changed in place", _values_written_into_meanwhile),
+    ("changed in place", _keys_written_into_by_position),
+    ("multiplied by -0.5", _multiplied_by_a_negative_number),
+    ("multiplied by -0.125", _of_negative_keys),
+    ("multiplied by -0.25", _negative_by_baddbmm),
+    ("multiplied by 0", _multiplied_by_nothing),
+    ("its result is changed in place", _result_written_into),
+    ("scores are read elsewhere", _shifted_by_the_largest_of_a_column),
+    ("scores are read elsewhere", _shifted_by_what_is_returned),
+])  # fmt: skip
+def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
+    assert_stays(reason, run, *operands())
+
+
+def test_a_softmax_of_a_softmax_stays_and_both_say_why() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(F.softmax(q @ k.mT, dim=-1), dim=-1) @ v
+
+    count, gm, _ = rewritten(run, *operands())
+    first, second = (node.meta[STAYS] for node in gm.graph.nodes if STAYS in node.meta)
+    assert count == 0 and "weights go through softmax" in first and "scores go through softmax" in second
+
+
+def test_what_another_product_gives_is_a_bias() -> None:
+    assert_recognised(_shifted_by_the_largest_of_another, *operands())
+
+
+def test_a_softmax_over_another_dimension_or_of_something_else_is_none_of_our_business() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT, dim=-2) @ v + F.softmax(q, dim=-1)
+
+    for other in (run, _with_two_zeros):
+        count, gm, _ = rewritten(other, *operands())
+        assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
+
+
+def test_a_sum_over_what_one_operand_broadcasts_is_no_product_of_matrices() -> None:
+    """einsum repeats a letter's only element, as matmul does not."""
+
+    def of_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bhqk,bhkd->bhqd", F.softmax(q @ k.mT, dim=-1), v[:, :, :1])
+
+    def of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k[..., :1]), dim=-1) @ v
+
+    for run in (of_values, of_keys):
+        inputs = operands()
+        count, gm, examples = rewritten(run, *inputs)
+        assert count == 0
+        for got, wanted in zip(results(gm, examples, inputs), results(run, inputs, inputs), strict=True):
+            torch.testing.assert_close(got, wanted)
