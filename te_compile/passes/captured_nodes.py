@@ -24,6 +24,7 @@ _C: Any = torch._C  # whose stubs leave some of these out
 _HOMES = (torch, F, torch.Tensor, _C._nn, _C._linalg, _C._special, _C._fft, operator, builtins, math)
 _NAMESPACES = {"aten", "prims", "prim", "te"}
 _UNKNOWN_SIZE = 4096  # what a size that no example shows is taken for, in reports and in the cost model
+_ATTRIBUTES = {"numpy_T": "T", "matrix_H": "H"}  # of tensors: from PyTorch 2.14 on Dynamo captures their operators
 
 
 def value_of(node: Any) -> Any:
@@ -77,9 +78,10 @@ def name_called(node: Node) -> str:
     if node.op == "call_method":
         return str(node.target)
     if isinstance(node.target, OpOverload):
-        return node.target._schema.name.rpartition("::")[2]
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    return name if isinstance(name, str) else ""
+        name = node.target._schema.name.rpartition("::")[2]
+    else:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return _ATTRIBUTES.get(name, name) if isinstance(name, str) else ""
 
 
 def is_of_a_library(function: Any) -> bool:

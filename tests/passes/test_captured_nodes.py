@@ -51,6 +51,7 @@ def transpose(x: Tensor, one: int, other: int) -> Tensor:
 @pytest.mark.parametrize(("function", "name"), [
     (torch.softmax, "softmax"), (F.softmax, "softmax"), (torch.ops.aten.softmax.int, "softmax"), (F.linear, "linear"),
     (operator.matmul, "matmul"), (torch.linalg.matmul, "linalg_matmul"), (torch.Tensor.softmax, "softmax"),
+    (torch.ops.aten.numpy_T, "T"), (torch.ops.aten.mT.default, "mT"), (torch.ops.aten.matrix_H, "H"),
 ])  # fmt: skip
 def test_what_is_pytorchs_is_called_by_its_name(function: Callable[..., Any], name: str) -> None:
     graph = Graph()

@@ -183,8 +183,9 @@ def test_a_transposed_weight_is_found_inside_and_in_front_of_a_checkpointed_body
     (site,) = plan.sites
     assert site.region is regions[1] and (site.status, site.transposed) == ("fp8", False)
     assert site.root_weight in plan.parameters
-    # Dynamo takes the attributes T and mT in front of the body.
-    assert site.weight.graph is regions["w.T" not in form and "w.mT" not in form].graph
+    # Up to PyTorch 2.13 Dynamo takes the attributes T and mT in front of the body.
+    in_front = torch.__version__ < "2.14" and ("w.T" in form or "w.mT" in form)
+    assert site.weight.graph is regions[not in_front].graph
 
 
 def _same_data(model: With, function: Callable[[Tensor, Tensor], Tensor], turn: bool) -> With:
