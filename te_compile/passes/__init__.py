@@ -43,6 +43,7 @@ from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.save_between_regions import save_between_regions
 from te_compile.passes.set_names_aside import set_names_aside
+from te_compile.passes.share_across_regions import share_across_regions
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.sum_columns_late import sum_columns_late
 from te_compile.passes.sum_loss_gradients import sum_loss_gradients
@@ -89,7 +90,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     choose_implementations,  # after all that change an operator: it judges them as they will run
     sum_columns_late,  # after it: only kernels sum in part
     join_products,  # likewise: only the kernel for few rows gains by it
-    set_names_aside,  # last: the others know products by their names
+    set_names_aside,  # after all that know products by their names
+    share_across_regions,  # last: it looks for what PyTorch, which comes next, would find equal
 )
 """On the joint graph of forward and backward."""
 

@@ -4,7 +4,8 @@ Inductor draws a number by ten rounds of Philox for each element, and on a GPU i
 not as its bytes: 138 µs for [8192, 4096] in fp16 on an H200, where x, a residual, the result and the mask allow 55. The
 operator's kernel takes four calls for 32 elements (ops/dropout_masks.py), and what stands around it fuses as before,
 the quantizes of the backward pass included. The seed is drawn by PyTorch's generator, as Inductor's own is, so what
-is computed again under a checkpoint has the same mask: Inductor keeps all seeds, eager mode sets the generator back.
+is computed again under a checkpoint has the same mask: Inductor keeps all seeds, or from PyTorch 2.15 on the state that
+the generator drew them from, and eager mode sets the generator back.
 
 Other numbers are drawn than by Inductor, which draws others than eager mode: who asks it for eager mode's own
 (``fallback_random``) keeps them, and so does whoever runs operators one by one (``aot_eager``). Graphs with nothing in

@@ -154,5 +154,25 @@ def test_a_mask_of_fixed_size_meets_sizes_that_are_symbols() -> None:
     check(Case(Model, lambda more: (torch.randn(2 + more, 4, 7, 8),), Setting(dynamic=True)))
 
 
+@pytest.mark.parametrize("recomputed", ["second", "both"])
+def test_what_a_checkpointed_block_quantises_may_be_quantised_before_it(recomputed: str) -> None:
+    """PyTorch 2.15 made one of the quantizes and not of what is taken from them, and failed to partition the graph."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(64, 32)
+
+        def block(self, x: Tensor) -> Tensor:
+            y, z = self.first(x).chunk(2, -1)
+            return torch.addcmul(z, y, z)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first = checkpoint(self.block, x) if recomputed == "both" else self.block(x)
+            return first, checkpoint(self.second, x)
+
+    check(Case(Model, lambda more: (torch.randn(2, 12, 32),), Setting(recipe="current")))
+
+
 def _bfloat16(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import te_compile
+from te_compile.ops import registry
 from te_compile.ops.dropout_bits import nearest_share
-from te_compile.ops.dropout_masks import DROPOUT
+from te_compile.ops.dropout_masks import DROPOUT, dropout_mask_reference
 from te_compile.options import Options
 from te_compile.passes import draw_dropouts as module
 from te_compile.passes import manager
@@ -181,8 +183,6 @@ def test_graphs_with_nothing_in_fp8_are_left_alone() -> None:
 
 
 def test_without_a_kernel_dropout_stays(request: pytest.FixtureRequest) -> None:
-    from te_compile.ops import registry
-
     table = dict(registry._TABLE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_TABLE", {key: entry for key, entry in table.items() if entry.name != "fast"})
@@ -267,7 +267,50 @@ def test_a_compiled_model_drops_as_many_as_it_should_and_has_its_gradients(dynam
         torch.testing.assert_close(gradient, kept * growth)
 
 
-def test_a_checkpoint_changes_no_bit_and_draws_the_same_mask_again() -> None:
+class Recomputed(Drops):
+    """In a checkpoint."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_a_checkpoint_draws_the_same_mask_again() -> None:
+    run = torch.compile(Recomputed(), backend="te_fp8", options={"cost_model": False})
+    growth = 65536 / nearest_share(0.3)
+    x = (torch.rand(300, WIDTH) + 1).requires_grad_()
+    torch.manual_seed(7)
+    first, second = run(x)[0], run(x)[0]
+    assert not torch.equal(first, second)
+    for result in (second, first):  # the later call first: what is drawn again is not what the generator would draw
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        torch.testing.assert_close(gradient, (result != 0) * growth)
+
+
+def draws_alike_in_a_checkpoint() -> bool:
+    """Does Inductor by itself draw in a checkpoint what it draws outside of one, under the same seed?
+
+    Not so from PyTorch 2.15 on, which keeps the generator's state for a checkpoint and no seeds. They are then drawn by
+    another operator, from another range.
+    """
+    drawn = []
+    for model in (Drops(), Recomputed()):
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="inductor")
+        torch.manual_seed(5)
+        drawn.append(run(torch.ones(40, WIDTH, requires_grad=True))[0])
+    return torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("seeds", ["one", "drawn"])
+def test_a_checkpoint_changes_no_bit_unless_inductor_draws_otherwise_in_one(
+    seeds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike = seeds == "one" or draws_alike_in_a_checkpoint()
+    assert alike or torch.__version__ >= "2.14"
+    if seeds == "one":  # for all masks, whatever was drawn
+        place = "dropout_mask", "fast"
+        monkeypatch.setitem(registry._TABLE, place, replace(registry._TABLE[place], function=of_one_seed))
     plain, x = Block(), rows()
     recomputed = copy.deepcopy(plain)
     recomputed.recomputed = True
@@ -280,9 +323,13 @@ def test_a_checkpoint_changes_no_bit_and_draws_the_same_mask_again() -> None:
             found.append([train_step(model, run, x) for _ in range(2)])
         assert len(te_nodes(records[0], "dropout_mask")) == 2
     for (y, gradients), (other_y, other) in zip(*found, strict=True):
-        assert torch.equal(y, other_y)
-        for name in gradients:
+        assert torch.equal(y, other_y) == alike
+        for name in gradients if alike else ():
             torch.testing.assert_close(gradients[name], other[name], rtol=1e-5, atol=1e-7)
+
+
+def of_one_seed(seed: Tensor, size: Sequence[int], probability: float) -> Tensor:
+    return dropout_mask_reference(torch.full_like(seed, 11), size, probability)
 
 
 class Writes(nn.Module):
