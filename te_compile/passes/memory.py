@@ -14,11 +14,15 @@ pass, and saved. It is made anew in order not to be: it must stay in the backwar
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -26,6 +30,8 @@ from te_compile.passes.arguments import is_te
 from te_compile.passes.prune_outputs import PRODUCERS
 
 _LEAST_BUDGET = 1e-9  # of the memory that activations would take: as good as none
+_UNCHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's name for what may change, in a node's meta
+_ADDS_GENERATOR_STATES = "functionalize_rng_ops"  # of the partitioner's
 
 
 def is_tangent(node: Node) -> bool:
@@ -42,11 +48,42 @@ def autograd_is_compiled() -> bool:
 def tags_count() -> Iterator[None]:
     """In here the partitioner reads the tags of :func:`tag_memory` whatever the user's memory budget is.
 
-    At a budget of exactly 0 it saves what the graph got, and looks at nothing else.
+    At a budget of exactly 0 it saves what the graph got, and looks at nothing else. And where a checkpoint draws random
+    numbers it saves the generator's states, behind all other tensors. What may change is known by its number from the
+    end: without a tag on the generator's as well these would be taken for it, and our states be checked.
     """
-    budget = functorch_config.activation_memory_budget
-    with functorch_config.patch(activation_memory_budget=budget or _LEAST_BUDGET):
+    budget = functorch_config.activation_memory_budget or _LEAST_BUDGET
+    with functorch_config.patch(activation_memory_budget=budget), _generator_states_tagged():
         yield
+
+
+@contextmanager
+def _generator_states_tagged() -> Iterator[None]:
+    """In here the partitioner's generator states get a tag, where it adds them by the function that we know."""
+    add_states = getattr(partitioners, _ADDS_GENERATOR_STATES, None)
+    if add_states is None:
+        yield
+        return
+
+    def add_tagged_states(*args: Any, **kwargs: Any) -> Any:
+        directions = add_states(*args, **kwargs)
+        _tag_generator_states(directions[0].graph)
+        return directions
+
+    setattr(partitioners, _ADDS_GENERATOR_STATES, add_tagged_states)
+    try:
+        yield
+    finally:
+        setattr(partitioners, _ADDS_GENERATOR_STATES, add_states)
+
+
+def _tag_generator_states(forward: Graph) -> None:
+    """Tag the generator's states that ``forward`` saves as free to change, if it saves others that are."""
+    results = forward.output_node().all_input_nodes
+    if any(_UNCHECKED in result.meta for result in results):
+        for result in results:
+            if result.target is operator.getitem and result.all_input_nodes[0].target is run_and_save_rng_state:
+                result.meta[_UNCHECKED] = True
 
 
 def tag_memory(graph: Graph) -> int:
@@ -68,6 +105,6 @@ def tag_memory(graph: Graph) -> int:
         elif is_te(node, "update_scales_"):
             for state in node.all_input_nodes:
                 if state.op == "placeholder" and not autograd_is_compiled():
-                    state.meta["saved_tensor_with_no_vc_check"] = True
+                    state.meta[_UNCHECKED] = True
                     marked += 1
     return marked
