@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch._dynamo import trace_rules
 
 from te_compile import state
 from te_compile.inspect.attentions import AttentionRow
-from te_compile.inspect.captured_graphs import CapturedGraph, Look
+from te_compile.inspect.captured_graphs import Look
 from te_compile.inspect.compiled_options import options_of
 from te_compile.inspect.fusions import implementations_in
 from te_compile.inspect.report import Report, Row
@@ -26,11 +26,11 @@ from te_compile.inspect.target import notes_on_writes, uncompiled
 from te_compile.inspect.untouched import has_compiled_parts
 from te_compile.options import Options
 from te_compile.passes.manager import Compilation
-from te_compile.passes.names import KnownNames
+from te_compile.passes.names import KnownNames, owner
 
 _IN_PLACE = (
-    "Dynamo captures no {} that is compiled in place, for its forward is torch.nn's own: nothing of it runs in FP8; "
-    "this is about torch.compile(model, …)"
+    "Dynamo captures no {} that is compiled in place, for its forward is torch.nn's own, which leaves in high "
+    "precision: {}; this is about torch.compile(model, …)"
 )
 
 
@@ -45,8 +45,9 @@ def explain(
     options: as for ``torch.compile(model, backend="te_fp8", options=…)``; None for those that ``model`` was compiled
         with, if it was. ``strict`` raises nothing here.
 
-    The model runs forward once, for a captured graph may depend on the results of another. Its attributes, the lists,
-    dicts, sets and tensors that they hold, its buffers, the arguments, random numbers, FP8 state and everything that is
+    The model runs forward once, for a captured graph may depend on the results of another; one of a class of torch.nn's
+    that is compiled in place runs once more, for less of it may be captured then. Its attributes, the lists, dicts,
+    sets and tensors that they hold, its buffers, the arguments, random numbers, FP8 state and everything that is
     compiled are afterwards as they were; other objects that attributes hold are not.
     """
     options = options_of(model) if options is None else options
@@ -57,10 +58,36 @@ def explain(
     look = Look(given)
     if isinstance(target, nn.Module) and has_compiled_parts(target):
         look.notes.append("parts of the model are compiled by themselves; this is about the model compiled as a whole")
-    if isinstance(model, nn.Module) and model._compiled_call_impl is not None and trace_rules.check(model.forward):
-        look.notes.append(_IN_PLACE.format(type(model).__name__))
     look.run(target, args, kwargs)
+    if target is model and _is_torchs_in_place(target):
+        look.notes += _left_in_place(look, target, args, kwargs)
     return _report(look, chosen, names, getattr(target, "__qualname__", type(target).__name__))
+
+
+def _is_torchs_in_place(target: nn.Module | Callable[..., Any]) -> TypeGuard[nn.Module]:
+    """Is it a module that is compiled in place, with a forward whose frames Dynamo passes over?"""
+    if not isinstance(target, nn.Module):
+        return False
+    return target._compiled_call_impl is not None and trace_rules.check(target.forward)
+
+
+def _left_in_place(look: Look, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """What no graph holds where ``model`` runs as ``model.compile(…)`` made it, though a graph in ``look`` does.
+
+    It has to be tried: Dynamo passes over frames of torch.nn's own, but not in newer versions over one that is compiled
+    itself, and in none over those with hooks, or over modules of the user's own further in.
+    """
+    in_place = Look(look.options)
+    in_place.run(model._call_impl, args, kwargs)
+    left = _multiplied(look) - _multiplied(in_place)
+    names = [owner(name) for name, each in model.named_parameters() if id(each) in left]
+    if names:
+        yield _IN_PLACE.format(type(model).__name__, _some(names))
+
+
+def _multiplied(look: Look) -> set[int]:
+    """The ids of the parameters that products read."""
+    return {id(each) for captured in look.captured for each in captured.multiplied()}
 
 
 def _report(look: Look, chosen: Options, names: KnownNames | None, model: str) -> Report:
@@ -122,7 +149,7 @@ def _notes(look: Look, chosen: Options, names: KnownNames | None) -> Iterator[st
     yield from (
         f"{pattern} fits no {what} of this call" for pattern in chosen.idle_patterns(selectable) if compilations
     )
-    yield from _never_captured(look.captured, names)
+    yield from _never_captured(look, names)
 
 
 def _skipped(names: KnownNames | None) -> dict[str, dict[str, int]]:
@@ -130,12 +157,12 @@ def _skipped(names: KnownNames | None) -> dict[str, dict[str, int]]:
     return {name: by_role for name, by_role in counts.items() if any(by_role.values())}
 
 
-def _never_captured(looked_at: Sequence[CapturedGraph], names: KnownNames | None) -> Iterator[str]:
+def _never_captured(look: Look, names: KnownNames | None) -> Iterator[str]:
     """Linear modules whose weight no graph multiplies anything by, though it may have it: a break may have left them to
     Python, or this call needs them not."""
     if names is None:
         return
-    seen = {id(each) for captured in looked_at for each in captured.multiplied()}
+    seen = _multiplied(look)
     missing = [
         names.modules[id(module)]
         for module in names.model.modules()
@@ -144,8 +171,12 @@ def _never_captured(looked_at: Sequence[CapturedGraph], names: KnownNames | None
         and id(weight) not in seen
     ]
     if missing:
-        some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        yield f"in no captured graph, so in high precision if this call runs them at all: {some}"
+        yield f"in no captured graph, so in high precision if this call runs them at all: {_some(missing)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _names_that_differ(compilations: Sequence[Compilation], names: KnownNames | None) -> Iterator[str]:

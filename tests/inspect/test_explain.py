@@ -333,21 +333,44 @@ def test_a_pattern_that_fits_no_linear_is_told() -> None:
     assert report.notes == ("exclude pattern '*porj*' fits no linear of this call",)
 
 
+class Recurrent(nn.Module):
+    """Dynamo captures no LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(self.lstm(x)[0])
+        return y
+
+
+class Disabled(Recurrent):
+    """Dynamo captures nothing at all."""
+
+    @torch._dynamo.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> None:
-    class Recurrent(nn.Module):
-        """Dynamo gives up on the whole of a forward with an LSTM in it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.fc = nn.LSTM(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.lstm(x)[0])
-
-    report = te_compile.explain(Recurrent(), x16(), options={"exclude": "*porj*"})
+    report = te_compile.explain(Disabled(), x16(), options={"exclude": "*porj*"})
     assert not report.graphs and "te_fp8: no linear in what torch.compile captured\n" in str(report)
     assert any(note.endswith("if this call runs them at all: fc") for note in report.notes)
     assert not any("porj" in note for note in report.notes), "nothing was looked at"
+    assert any("disable" in reason for reason in report.breaks)
+
+
+def test_the_linear_behind_an_lstm_is_a_row_if_dynamo_captures_it_and_named_if_not() -> None:
+    model, x = Recurrent(), x16()
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(model, backend=counter)(x)
+    torch._dynamo.reset()
+    report = te_compile.explain(model, x)
+    # Up to PyTorch 2.13 Dynamo gives up on the whole of a forward with an LSTM in it, 2.15 goes on behind it.
+    assert len(report.graphs) == counter.frame_count == (0 if torch.__version__ < "2.14" else report.totals["graphs"])
+    assert names(report) == ["fc"] * counter.frame_count
+    assert any(note.endswith("if this call runs them at all: fc") for note in report.notes) == (not report.graphs)
     assert any("LSTM" in reason for reason in report.breaks)
 
 
@@ -489,21 +512,60 @@ def test_a_compiled_model_is_explained_with_the_options_that_it_was_compiled_wit
         assert te_compile.explain(other, x).recipe == "delayed"
 
 
-def test_a_module_of_torchs_own_that_is_compiled_in_place_is_told_to_be_captured_nowhere() -> None:
-    def sequential() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 
-    x, in_place = torch.randn(4, 64), sequential()
-    in_place.compile(backend="te_fp8", options=QUICK)
+
+def hooked() -> nn.Sequential:
+    model = sequential()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+MIXED = "a module of the user's own and one of torch.nn's"
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(64, 64),
+    "sequential": sequential,
+    "hooked": hooked,
+    "blocks": lambda: nn.Sequential(Block(64), Block(64)),
+    MIXED: lambda: nn.Sequential(Block(64), nn.Linear(64, 64)),
+    "a block": lambda: Block(64),
+}
+
+
+@pytest.mark.parametrize("which", IN_PLACE)
+def test_what_dynamo_leaves_of_a_module_of_torchs_own_that_is_compiled_in_place_is_told(which: str) -> None:
+    model, x = IN_PLACE[which](), torch.randn(4, 64)
+    linears = {name for name, _ in model.named_parameters() if name.endswith("weight") and "norm" not in name}
+    model.compile(backend="te_fp8", options=QUICK)
+    model(x)
+    ran = {name.rpartition(".")[0] for name in state_dict(model)}
+    report = te_compile.explain(model, x)
+    told = [note for note in report.notes if "compiled in place" in note]
+    assert ran <= linears and len(report.rows) == len(linears) and {row.status for row in report.rows} == {"fp8"}
+    assert bool(told) == (ran != linears)
+    if which == "sequential" and told:
+        assert told == [
+            "Dynamo captures no Sequential that is compiled in place, for its forward is torch.nn's own, which leaves "
+            "in high precision: 0, 2; this is about torch.compile(model, …)"
+        ]
+    if which == MIXED and told:
+        assert told[0].endswith("high precision: 1; this is about torch.compile(model, …)")
+    if torch.__version__ < "2.14":  # newer ones have captured them all
+        assert bool(told) == (which in ("linear", "sequential", MIXED))
+    assert not any("in place" in note for note in te_compile.explain(torch.compile(IN_PLACE[which]()), x).notes)
+
+
+def test_a_module_of_torchs_own_that_is_compiled_in_place_is_looked_at_and_left_as_it_was() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), Block(64)), torch.randn(4, 64)
+    model.compile(backend="te_fp8", options=QUICK)
+    model(x).sum().backward()
+    before, compiled = snapshot(model), model._compiled_call_impl
+    te_compile.explain(model, x)
+    assert snapshot(model) == before and model._compiled_call_impl is compiled
     with manager.recording() as records:
-        in_place(x)
-    assert not records, "Dynamo captures it now: the note has to go"
-    assert "Dynamo captures no Sequential that is compiled in place" in te_compile.explain(in_place, x).notes[0]
-    own = Block()
-    own.compile(backend="te_fp8", options=QUICK)
-    for other in (torch.compile(sequential(), backend="te_fp8", options=QUICK), own):
-        given = x if other is not own else torch.randn(TOKENS, 16)
-        assert not any("compiled in place" in note for note in te_compile.explain(other, given).notes)
+        model(x)
+    assert not records, "what was compiled is compiled again"
 
 
 def test_a_failing_model_is_put_back_too() -> None:
