@@ -153,7 +153,7 @@ def evaluated(node: Node, known: Constants, through: Callable[[Node], Node] = la
             continue
         if not _is_pure(current):
             raise NotConstantError
-        missing = [each for each in current.all_input_nodes if each not in values]
+        missing = [each for each in _operands_of(current) if each not in values]
         if missing:
             waiting.extend(missing)
             continue
@@ -161,12 +161,42 @@ def evaluated(node: Node, known: Constants, through: Callable[[Node], Node] = la
     return values[node]
 
 
+_NEW, _LIKE = {"new_ones", "new_zeros", "new_full"}, {torch.zeros_like, torch.ones_like, torch.full_like}
+
+
+def _pattern(node: Node) -> Node | None:
+    """The operand of ``node`` that says of what dtype and size the result is, and whose numbers do not matter."""
+    if not (node.target in _NEW if node.op == "call_method" else node.target in _LIKE) or not node.args:
+        return None
+    pattern, others = node.args[0], list[Node]()
+    map_arg((node.args[1:], node.kwargs), others.append)
+    return pattern if isinstance(pattern, Node) and pattern not in others else None
+
+
+def _operands_of(node: Node) -> list[Node]:
+    """The operands whose values ``node`` is computed from."""
+    pattern = _pattern(node)
+    return [each for each in node.all_input_nodes if each is not pattern]
+
+
+def _of_its_kind(pattern: Node) -> Tensor:
+    """A tensor of the dtype and size of ``pattern``, whose numbers do not matter."""
+    value = value_of(pattern)
+    if not isinstance(value, Tensor) or any(not isinstance(size, int) for size in value.shape):
+        raise NotConstantError
+    return torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
+
+
 def _computed(node: Node, known: dict[Node, Any]) -> Any:
-    example = value_of(node)
+    example, pattern = value_of(node), _pattern(node)
     sizes = example.shape if isinstance(example, Tensor) else ()
     if any(not isinstance(size, int) for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
         raise NotConstantError
-    args, kwargs = (map_arg(_on_cpu(part), known.__getitem__) for part in (node.args, node.kwargs))
+
+    def operand(each: Node) -> Any:
+        return known[each] if each is not pattern else _of_its_kind(each)
+
+    args, kwargs = (map_arg(_on_cpu(part), operand) for part in (node.args, node.kwargs))
     kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
     call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     # Outside the compiler's fake tensors, and on the CPU whatever the default device is.
@@ -290,7 +320,7 @@ def _input_behind(mask: Node, region: Region, only_numbers: bool = False) -> Nod
             continue
         if node.op == "placeholder" and outside is node and is_tensor(node):
             return node
-        new = list(node.all_input_nodes) if outside is node else [outside]
+        new = _operands_of(node) if outside is node else [outside]
         new = [each for each in new if each not in seen]
         seen.update(new)
         waiting += new

@@ -81,6 +81,18 @@ def a_triangle(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
 
 
+def a_triangle_of_its_kind(x: Tensor) -> Tensor:
+    return x.new_full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+
+
+def ones_of_its_kind(x: Tensor) -> Tensor:
+    return x.new_ones(x.shape[1], x.shape[1]).tril().bool()
+
+
+def ones_as_many(x: Tensor) -> Tensor:
+    return torch.ones_like(x[0, :, :1] @ x[0, :, :1].T).tril() > 0
+
+
 def everything(x: Tensor) -> Tensor:
     return positions(x)[0] >= 0
 
@@ -88,6 +100,10 @@ def everything(x: Tensor) -> Tensor:
 def window(x: Tensor) -> Tensor:
     q, k = positions(x)
     return (k <= q) & (k > q - 8)
+
+
+def filled_by_data(x: Tensor) -> Tensor:
+    return x.new_full((x.shape[1], x.shape[1]), x.abs().amax()).tril() > 0
 
 
 def from_data(x: Tensor) -> Tensor:
@@ -181,6 +197,7 @@ def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("mask", [
     causal, additive, one_packed_sequence, wide_window, wide_window_both_ways, everything, added_and_scaled, a_triangle,
+    a_triangle_of_its_kind, ones_of_its_kind, ones_as_many,
 ])  # fmt: skip
 def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
@@ -190,7 +207,7 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("mask", [
-    window, from_data, written_into, written_into_flat, written_into_data, written_into_turned,
+    window, from_data, filled_by_data, written_into, written_into_flat, written_into_data, written_into_turned,
     written_into_by_position, written_into_a_copy, filled_into_a_written_copy, a_triangle_without_a_row, a_bias,
     far_below, far_above,
 ])  # fmt: skip
