@@ -50,6 +50,8 @@ def set_arguments(node: Node, **changes: Any) -> None:
     names = [argument.name for argument in op._schema.arguments]
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, value in changes.items():
+        if name not in names:
+            raise ValueError(f"{op.name()} has no argument {name!r}; it has {', '.join(names)}")
         position = names.index(name)
         if node.target not in _WRAPPERS and position < len(args):
             args[position] = value
