@@ -47,8 +47,8 @@ def explain(
 
     The model runs forward once, for a captured graph may depend on the results of another; one of a class of torch.nn's
     that is compiled in place runs once more, for less of it may be captured then. Its attributes, the lists, dicts,
-    sets and tensors that they hold, its buffers, the arguments, random numbers, FP8 state and everything that is
-    compiled are afterwards as they were; other objects that attributes hold are not.
+    sets and tensors that they hold, its buffers and hooks, the arguments, random numbers, FP8 state and everything that
+    is compiled are afterwards as they were; other objects that attributes hold are not.
     """
     options = options_of(model) if options is None else options
     Options.resolve(options)  # for its errors, before options that are no dict are merged

@@ -28,7 +28,7 @@ def linear_rows(
         use = use or Use(site.name)
         yield Row(
             name=name_in_model(site, compilation, names, parameters),
-            shape=(site.tokens, *site.features),
+            shape=(site.rows, *site.features),
             form=site.form,
             status=site.status,
             reason=site.reason,

@@ -48,7 +48,8 @@ def random_numbers() -> Iterator[None]:
 
 @contextmanager
 def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> Iterator[None]:
-    """Put back attributes and buffers of ``modules``; parameters that changed, too many to copy, go to ``changed``.
+    """Put back attributes, buffers and hooks of ``modules``; parameters that changed, too many to copy, go to
+    ``changed``.
 
     Of what attributes hold, lists, dicts, sets and tensors are put back, too; other objects stay as a look leaves them.
     So do numbers, truths and texts where a parameter changed: a model that scales its weights once notes that it has.
@@ -59,8 +60,9 @@ def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> I
     scripted = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
     modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [(module, dict(module.__dict__)) for module in modules]
-    children = [(module, dict(module._modules)) for module in modules]
-    stores = [(store, dict(store)) for module in modules for store in (module._buffers, module._parameters)]
+    # Children, tensors, and hooks, which a forward may add to parts of the model as it sets attributes.
+    owned = (each for module in modules for name, each in module.__dict__.items() if name in _OF_EVERY_MODULE)
+    stores = [(store, dict(store)) for store in owned if isinstance(store, dict)]
     written = [buffer for module in modules for buffer in module._buffers.values()]
     written += [buffer for module in scripted for buffer in module.buffers(recurse=False)]
     _own_containers(modules, written)
@@ -80,10 +82,8 @@ def module_state(modules: Iterable[nn.Module], changed: list[nn.Parameter]) -> I
         changed += [parameter for parameter, version in versions if _version(parameter) != version]
         for module, before in attributes:
             _put_back(module.__dict__, before | _notes_in(module, before) if changed else before)
-        for module, named in children:
-            _put_back(module._modules, named)
-        for store, tensors in stores:
-            _put_back(store, tensors)
+        for store, held in stores:
+            _put_back(store, held)
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)

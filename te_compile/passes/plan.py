@@ -72,10 +72,14 @@ class Site:
         return "kept" if self.cause else "fp8"
 
     @property
+    def rows(self) -> int:
+        """The rows of x of all its linears."""
+        return self.tokens if self.ends is not None else self.tokens * self.linears
+
+    @property
     def flops(self) -> int:
         """Forward floating-point operations: two per multiply-add."""
-        rows = self.tokens if self.ends is not None else self.tokens * self.linears
-        return 2 * rows * self.features[0] * self.features[1]
+        return 2 * self.rows * self.features[0] * self.features[1]
 
     @property
     def padding(self) -> tuple[int, int]:

@@ -512,6 +512,25 @@ def test_a_compiled_model_is_explained_with_the_options_that_it_was_compiled_wit
         assert te_compile.explain(other, x).recipe == "delayed"
 
 
+class Groups(nn.Module):
+    """Four products at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32, 64) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+@pytest.mark.parametrize("options", [QUICK, QUICK | {"exclude": "*"}], ids=["fp8", "kept"])
+def test_a_batch_of_products_counts_with_all_its_rows(options: dict[str, Any]) -> None:
+    report = te_compile.explain(Groups(), torch.randn(4, 48, 32), options=options)
+    flops = 2 * 4 * 48 * 32 * 64
+    assert sum(row.flops for row in report.rows) == report.totals["linear_flops"] == flops
+    assert report.totals["fp8_flops"] in (0, flops) and bool(report.totals["fp8_flops"]) == ("exclude" not in options)
+
+
 def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 

@@ -45,6 +45,53 @@ def test_a_model_that_scales_its_weights_once_still_knows_that_it_has(look: Call
     assert torch.equal(model.fc.weight, expected)
 
 
+@looks
+@pytest.mark.parametrize("hook", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_that_a_first_forward_registers_are_registered_once(look: Callable[..., Any], hook: str) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.calls, self.is_hooked = nn.Linear(16, 16), 0, False
+
+        def count(self, *_: Any) -> None:
+            self.calls += 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_hooked:
+                torch._dynamo.graph_break()
+                getattr(self.fc, f"register_{hook}")(self.count)
+                self.is_hooked = True
+            y: Tensor = self.fc(x)
+            return y
+
+    model, x = Counting(), torch.randn(8, 16, requires_grad=True)
+    look(model, x)
+    assert not model.is_hooked and not any(each for name, each in vars(model.fc).items() if name.endswith("hooks"))
+    model(x).sum().backward()
+    assert model.calls == 1
+
+
+@looks
+def test_hooks_that_were_there_stay_if_a_forward_takes_them_away(look: Callable[..., Any]) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.seen = nn.Linear(16, 16), list[int]()
+            self.handle = self.fc.register_forward_hook(lambda *_: self.seen.append(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(x)
+            torch._dynamo.graph_break()
+            self.handle.remove()
+            return y
+
+    model, x = Once(), torch.randn(8, 16)
+    look(model, x)
+    model(x)
+    model(x)
+    assert model.seen == [1]
+
+
 def made(layout: torch.layout) -> Tensor:
     """A tensor of this layout."""
     if layout == torch.jagged:
