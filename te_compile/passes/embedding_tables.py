@@ -1,6 +1,7 @@
 """Which parameters are tables that embeddings read, and which of those have a row for each word.
 
 A head often shares its weight with such a table, or is as wide as the vocabulary; a codebook is one that is searched.
+Rows that were looked up are neither, and no weight.
 """
 
 from __future__ import annotations
@@ -13,18 +14,48 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, size_hint, value_of
-from te_compile.passes.plan import Plan
+from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.result_readers import keeps_values
-from te_compile.passes.weight_expressions import is_given
+from te_compile.passes.weight_expressions import is_given, origin
 
 _TABLES = WeakIdKeyDictionary()
 """The parameters that an embedding reads in a graph captured so far: a graph break may part it from the head."""
 
 
+_TABLE_OF: dict[Any, int] = {F.embedding: 1, torch.embedding: 0}
+"""Which argument of those that look rows up is the table; both call it ``weight``."""
+_MOST_NODES = 64  # between a table and a product that are looked at
+
+
 def is_table(weight: Node) -> bool:
     """Does an embedding read ``weight``, in this graph?"""
-    return any(user.target in (F.embedding, torch.embedding) for user in weight.users)
+    return any(user.target in _TABLE_OF for user in weight.users)
+
+
+def by_lookup(site: Site, options: Options) -> Verdict:
+    """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions."""
+    if site.root_weight is None or not is_table(site.root_weight) or not _is_looked_up(site):
+        return None
+    why = "it multiplies by rows that were looked up in a table, as relative positions are, and by no weight"
+    return Cause.RULE, f"{why}; nothing to do: FP8 is for lasting weights"
+
+
+def _is_looked_up(site: Site) -> bool:
+    """Is what ``site`` multiplies by made of rows of its table?"""
+    waiting, seen = [(site.weight, site.region)], set[Node]()
+    while waiting and len(seen) < _MOST_NODES:
+        node, region = origin(*waiting.pop())
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        if node.target in _TABLE_OF:
+            table, _ = origin(argument(node, _TABLE_OF[node.target], "weight"), region)
+            if table is site.root_weight:
+                return True
+        waiting += [(each, region) for each in node.all_input_nodes]
+    return False
 
 
 def embedding_tables(plan: Plan) -> set[Node | None]:

@@ -12,7 +12,7 @@ import torch
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import value_of
-from te_compile.passes.embedding_tables import embedding_tables
+from te_compile.passes.embedding_tables import by_lookup, embedding_tables
 from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape, by_size
 from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.lm_heads import by_head
@@ -27,10 +27,10 @@ def by_user(site: Site, options: Options) -> Verdict:
     return (Cause.USER, reason) if reason else None
 
 
-RULES = (by_user, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
+RULES = (by_user, by_lookup, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
 """Asked in this order, before what each would gain: what the user said first, support before speed."""
 
-_WHATEVER_THE_SUPPORT = (by_user, by_head, by_router, by_size)
+_WHATEVER_THE_SUPPORT = (by_user, by_lookup, by_head, by_router, by_size)
 """Rules that would keep a linear in high precision even if te_fp8 supported it."""
 
 

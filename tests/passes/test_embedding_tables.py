@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import te_compile
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause
 from tests.compiling import compiled
@@ -30,3 +34,57 @@ def test_a_head_whose_embedding_is_behind_a_graph_break() -> None:
     sites = {site.name: site for record in records for site in record.plan.sites}
     assert sites["fc"].status == "fp8"
     assert sites["out"].cause is Cause.RULE and "tied" in sites["out"].reason
+
+
+class RelativePositions(nn.Module):
+    """Scores of queries with rows of a table, which say how far apart two places are."""
+
+    def __init__(self, lookup: Callable[[nn.Embedding, Tensor], Tensor], spelling: str) -> None:
+        super().__init__()
+        self.q, self.out, self.distance = nn.Linear(64, 64), nn.Linear(48, 32), nn.Embedding(95, 16)
+        self.lookup, self.spelling = lookup, spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        at = torch.arange(x.shape[1])
+        rows = self.lookup(self.distance, at[None] - at[:, None] + 47)
+        if self.spelling == "einsum":
+            scores = torch.einsum("bhld,lrd->bhlr", q, rows)
+        else:
+            scores = q @ rows[0].T
+        return self.out(scores)
+
+
+LOOKUPS: list[Callable[[nn.Embedding, Tensor], Tensor]] = [
+    lambda table, at: table(at),
+    lambda table, at: F.embedding(at, table.weight).float().contiguous(),
+    lambda table, at: torch.embedding(table.weight, at),
+]
+
+
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("spelling", ["einsum", "matmul"])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_rows_that_were_looked_up_are_neither_a_head_nor_a_weight(
+    lookup: Callable[[nn.Embedding, Tensor], Tensor], spelling: str, lm_head: bool
+) -> None:
+    model, x = RelativePositions(lookup, spelling), torch.randn(2, 48, 64)
+    report = te_compile.explain(model, x, options={"lm_head": lm_head, "compiler": "aot_eager", "cost_model": False})
+    rows = {row.name: row for row in report.rows}
+    assert rows["q"].status == rows["out"].status == "fp8"
+    assert rows["distance"].cause == "rule" and "looked up in a table" in rows["distance"].reason
+
+
+def test_a_table_that_is_multiplied_by_as_a_whole_is_a_head_whatever_was_looked_up() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(48, 32)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.table(ids), self.table.weight)
+
+    for lm_head, status in ((False, "kept"), (True, "fp8")):
+        options = {"lm_head": lm_head, "compiler": "aot_eager", "cost_model": False}
+        (row,) = te_compile.explain(Tied(), torch.randint(0, 48, (2, 16)), options=options).rows
+        assert row.status == status and ("tied to an embedding" in row.reason) == (not lm_head)
