@@ -44,6 +44,10 @@ class CapturedGraph:
         distinct = {tuple(map(id, each.values())): each for each in [captured, *self.runs]}
         return list(distinct.values())
 
+    def read(self) -> Iterator[nn.Parameter]:
+        """The parameters that the graph had, in all of its runs."""
+        yield from (parameter for run in self.parameters() for parameter in run.values())
+
     def multiplied(self) -> Iterator[nn.Parameter]:
         """The parameters of all runs that a product reads, or may read where the passes do not say which it is of."""
         read = {name for site in self.compilation.plan.sites for name in _placeholders_of(site)}

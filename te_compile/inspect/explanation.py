@@ -158,20 +158,36 @@ def _skipped(names: KnownNames | None) -> dict[str, dict[str, int]]:
 
 
 def _never_captured(look: Look, names: KnownNames | None) -> Iterator[str]:
-    """Linear modules whose weight no graph multiplies anything by, though it may have it: a break may have left them to
-    Python, or this call needs them not."""
+    """What multiplies in no graph: a break may have left it to Python, or this call needs it not. Those are linear
+    modules whose weight no graph multiplies anything by, though it may have it, and matrices of modules of the user's
+    own, as experts are, that none has."""
     if names is None:
         return
-    seen = _multiplied(look)
-    missing = [
-        names.modules[id(module)]
-        for module in names.model.modules()
-        if (weight := dict(module.named_parameters(recurse=False)).get("weight")) is not None
-        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-        and id(weight) not in seen
-    ]
+    multiplied, read = _multiplied(look), {id(each) for captured in look.captured for each in captured.read()}
+    missing = []
+    for module in names.model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            if "weight" in own and id(own["weight"]) not in multiplied:
+                missing.append(names.modules[id(module)])
+        elif not _is_torchs(module):
+            missing += [names.aliases[id(each)][0] for each in own.values() if _is_wide(each) and id(each) not in read]
     if missing:
         yield f"in no captured graph, so in high precision if this call runs them at all: {_some(missing)}"
+
+
+_LEAST_WIDTH = 16
+"""Of a matrix that a linear may multiply by: tokens that a model learns, and biases of scores, are narrower."""
+
+
+def _is_wide(parameter: nn.Parameter) -> bool:
+    """May it be a matrix, or a batch of them, that activations are multiplied by?"""
+    return parameter.dim() >= 2 and parameter.is_floating_point() and min(parameter.shape[-2:]) >= _LEAST_WIDTH
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Is it, or is it made from, a module of torch.nn's, such as an embedding, a convolution or an LSTM?"""
+    return any(kind.__module__.startswith("torch.nn.") for kind in type(module).__mro__ if kind is not nn.Module)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -361,6 +361,43 @@ def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> No
     assert any("disable" in reason for reason in report.breaks)
 
 
+class Experts(nn.Module):
+    """As many models write them: a loop over the experts that were picked, which Dynamo captures nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.bias = nn.Linear(32, 4), nn.Parameter(torch.zeros(4, 32))
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 6) for shape in ((64, 32), (32, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for expert in picked.unique().tolist():
+            (rows,) = torch.where(picked == expert)
+            hidden = F.linear(x[rows] + self.bias[expert], self.up[expert]).relu()
+            out.index_add_(0, rows, F.linear(hidden, self.down[expert]))
+        return out
+
+
+class Mixture(nn.Module):
+    """Behind an embedding and a linear."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.table, self.fc, self.experts = nn.Embedding(64, 32), nn.Linear(32, 32), experts
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.fc(self.table(ids)))
+        return y
+
+
+def test_matrices_of_experts_that_are_in_no_captured_graph_are_named() -> None:
+    report = te_compile.explain(Mixture(Experts()), torch.arange(48), options=QUICK)
+    (note,) = (each for each in report.notes if "in no captured graph" in each)
+    assert report.breaks and note.endswith("if this call runs them at all: experts.up, experts.down")
+    batched = te_compile.explain(Mixture(Groups()), torch.arange(64).view(4, 16), options=QUICK)
+    assert not any("in no captured graph" in each for each in batched.notes)
+
+
 def test_the_linear_behind_an_lstm_is_a_row_if_dynamo_captures_it_and_named_if_not() -> None:
     model, x = Recurrent(), x16()
     counter = CompileCounterWithBackend("eager")
