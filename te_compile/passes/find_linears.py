@@ -25,7 +25,7 @@ from te_compile.flat_parameters import parameter_of
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
-from te_compile.passes.captured_nodes import argument, is_tensor, rows_of, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, called, is_tensor, rows_of, size_hint, value_of
 from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
 from te_compile.passes.enclosing_module import enclosing_module
 from te_compile.passes.function_transforms import transforms_around
@@ -155,11 +155,10 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     if not matrices:
         return None
     weight = max(matrices, key=lambda w: math.prod(map(size_hint, value_of(w).shape)))  # not attention's bias_k, a row
-    shape = [size_hint(size) for size in value_of(weight).shape]
-    result = value_of(node)
-    result = result[0] if isinstance(result, (tuple, list)) else result
-    tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
-    site = Site("", form, region, node, tokens, (math.prod(shape[:-1]), shape[-1]), weight=weight)
+    left = argument(node, 0, "input")
+    is_left = called(node) in _PLAIN_PRODUCTS and is_tensor(left) and weights.owner(left, region) is weight
+    tokens, features = _extent_on_the_left(node, left) if is_left else _extent(node, weight)
+    site = Site("", form, region, node, tokens, features, weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     if weights.from_the_call.isdisjoint(node.all_input_nodes):
         why = "all that it multiplies belongs to the model, as where a weight is scaled by its norm"
@@ -168,6 +167,24 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     why = node.meta.get(STAYS_CLOSED, in_general)
     site.keep(Cause.UNSUPPORTED, why)
     return site
+
+
+_PLAIN_PRODUCTS = {"matmul", "mm", "bmm"}
+
+
+def _extent(node: Node, weight: Node) -> tuple[int, tuple[int, int]]:
+    """Tokens and features of a product with ``weight``, as far as its shape and that of the result say."""
+    *before, last = (size_hint(size) for size in value_of(weight).shape)
+    result = value_of(node)
+    result = result[0] if isinstance(result, (tuple, list)) else result
+    tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
+    return tokens, (math.prod(before), last)
+
+
+def _extent_on_the_left(node: Node, left: Node) -> tuple[int, tuple[int, int]]:
+    """The same of ``left[…, N, K] @ x[…, K, M]``, as of what a model learned to ask of x: tokens are columns."""
+    out_features, in_features = ([1, *map(size_hint, value_of(left).shape)])[-2:]
+    return math.prod(map(size_hint, value_of(node).shape)) // max(1, out_features), (in_features, out_features)
 
 
 def _is_matrix_product(node: Node) -> bool:

@@ -339,3 +339,20 @@ def test_what_only_the_model_takes_part_in_is_kept_by_rule(training: bool) -> No
 def test_cells_of_recurrent_networks_are_reported(cell: Callable[..., nn.Module]) -> None:
     (row,) = te_compile.explain(cell(64, 64), torch.randn(32, 64)).rows
     assert row.status == "kept" and row.form.endswith("_cell") and row.reason
+
+
+@pytest.mark.parametrize("product", [torch.matmul, torch.bmm, lambda q, x: q @ x])
+@pytest.mark.parametrize("copied", [lambda q, n: q.expand(n, -1, -1), lambda q, n: q.repeat(n, 1, 1)])
+def test_what_is_learned_on_the_left_has_tokens_behind_its_features(
+    product: Callable[[Tensor, Tensor], Tensor], copied: Callable[[Tensor, int], Tensor]
+) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(1, 20, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return product(copied(self.queries, x.shape[0]), x.mT)
+
+    site = only_site(Asks(), torch.randn(2, 16, 64))
+    assert (site.tokens, site.features) == (2 * 16, (64, 20)) and site.flops == 2 * 2 * 16 * 64 * 20
