@@ -341,7 +341,8 @@ def _why_unknown(given: Node) -> str:
         return f"it depends on the buffer or attribute {name}, which may hold anything; {made} or pass is_causal=True"
     if any("torch_dynamo_resume_in_" in (user.stack_trace or "") for user in given.users):
         return f"it depends on {name}, made before a graph break, out of sight; make the code run without that break"
-    return f"it depends on {name}, whose values are unknown when compiling; call without it where it hides nothing"
+    made = "call without it where it hides nothing, or have it made in the same graph"  # a layer may be one by itself
+    return f"it depends on {name}, whose values are unknown when compiling; {made}"
 
 
 def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
