@@ -12,8 +12,10 @@ So here the quantizes are merged, and the results go with them to the region of 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch._functorch.partitioners import must_recompute
 from torch._inductor.pattern_matcher import compute_mutation_region_ids
 from torch._ops import OpOverload
@@ -49,8 +51,17 @@ def _region_of(node: Node) -> tuple[Any, ...]:
 
 
 def _has_several_results(node: Node) -> bool:
-    operator = node.target
-    return isinstance(operator, OpOverload) and operator.namespace == NAMESPACE and len(operator._schema.returns) > 1
+    called = node.target
+    return isinstance(called, OpOverload) and called.namespace == NAMESPACE and len(called._schema.returns) > 1
+
+
+def _is_a_function_of_its_operands(node: Node) -> bool:
+    """Nothing is known of a body that a call runs, and what draws random numbers draws others the next time."""
+    if node.op != "call_function" or node.is_impure():
+        return False
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return node.target is operator.getitem
 
 
 def _equal_ones(graph: Graph) -> dict[Node, Node]:
@@ -59,7 +70,7 @@ def _equal_ones(graph: Graph) -> dict[Node, Node]:
     firsts: dict[Any, Node] = {}
     same: dict[Node, Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.is_impure():
+        if not _is_a_function_of_its_operands(node):
             continue
         operands = map_arg((node.args, node.kwargs), lambda each: same.get(each, each))
         key = node.target, _hashable(operands), node.meta["mutation_region_id"], node.meta.get("partitioner_tag")

@@ -64,6 +64,8 @@ def test_equal_ones_become_the_first_and_so_do_their_results(numbers: tuple[int 
         (lambda x, s: quantize(x, s[0]) + quantize(x, s[1]), (None, 1)),
         (lambda x, s: quantize(x) + quantize(x, s[1]), (1, 2)),
         (lambda x, s: quantize(x) + quantize(x.add_(1)), (None, 1)),
+        (lambda x, s: quantize(torch.rand_like(x)) + quantize(torch.rand_like(x)), (None, 1)),
+        (lambda x, s: quantize(F.dropout(x, 0.5)) + quantize(F.dropout(x, 0.5)), (1, 2)),
     ],
 )
 def test_others_stay_apart(run: Callable[..., Any], numbers: tuple[int | None, ...]) -> None:
@@ -72,6 +74,19 @@ def test_others_stay_apart(run: Callable[..., Any], numbers: tuple[int | None, .
     assert share_across_regions(gm.graph) == 0
     assert gm.graph.find_nodes(op="call_function", target=QUANTIZE) == found
     assert [[user.meta.get("ac_graph_id") for user in node.users] for node in found] == regions_before
+
+
+def test_what_a_body_makes_is_another_value_each_time() -> None:
+    gm, (first, second) = regions(twice, None, 1)
+    gm.body = torch.fx.symbolic_trace(nn.Dropout())
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        body = gm.graph.get_attr("body")
+    for node in (first, second):
+        (x,) = node.all_input_nodes
+        with gm.graph.inserting_before(node):
+            call = gm.graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", x))
+        node.replace_input_with(x, call)
+    assert share_across_regions(gm.graph) == 0
 
 
 def test_what_is_written_to_in_between_is_another_value() -> None:
