@@ -186,8 +186,9 @@ def _is_wide(parameter: nn.Parameter) -> bool:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Is it, or is it made from, a module of torch.nn's, such as an embedding, a convolution or an LSTM?"""
-    return any(kind.__module__.startswith("torch.nn.") for kind in type(module).__mro__ if kind is not nn.Module)
+    """Is it, or is it made from, a module of torch.nn's that is no container: an embedding, say, or an LSTM?"""
+    kinds = (kind.__module__ for kind in type(module).__mro__ if kind is not nn.Module)
+    return any(kind.startswith("torch.nn.") and kind != nn.ModuleList.__module__ for kind in kinds)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -23,15 +23,18 @@ from te_compile.passes.weight_expressions import is_given, origin
 _TABLES = WeakIdKeyDictionary()
 """The parameters that an embedding reads in a graph captured so far: a graph break may part it from the head."""
 
+_LOOKUPS: dict[Any, dict[str, tuple[int, str]]] = {
+    F.embedding: {"rows": (0, "input"), "table": (1, "weight")},
+    torch.embedding: {"rows": (1, "indices"), "table": (0, "weight")},
+}
+"""What looks rows up, and its arguments: where each stands, and its name."""
 
-_TABLE_OF: dict[Any, int] = {F.embedding: 1, torch.embedding: 0}
-"""Which argument of those that look rows up is the table; both call it ``weight``."""
 _MOST_NODES = 64  # between a table and a product that are looked at
 
 
 def is_table(weight: Node) -> bool:
     """Does an embedding read ``weight``, in this graph?"""
-    return any(user.target in _TABLE_OF for user in weight.users)
+    return any(user.target in _LOOKUPS for user in weight.users)
 
 
 def by_lookup(site: Site, options: Options) -> Verdict:
@@ -50,8 +53,8 @@ def _is_looked_up(site: Site) -> bool:
         if not isinstance(node, Node) or node in seen:
             continue
         seen.add(node)
-        if node.target in _TABLE_OF:
-            table, _ = origin(argument(node, _TABLE_OF[node.target], "weight"), region)
+        if node.target in _LOOKUPS:
+            table, _ = origin(argument(node, *_LOOKUPS[node.target]["table"]), region)
             if table is site.root_weight:
                 return True
         waiting += [(each, region) for each in node.all_input_nodes]
@@ -73,9 +76,8 @@ def vocabularies(tables: Collection[Node | None]) -> set[int]:
 
 def _is_of_words(table: Node) -> bool:
     """Does the caller say which rows of ``table`` are read? Of positions the model counts them itself."""
-    places: dict[Any, tuple[int, str]] = {F.embedding: (0, "input"), torch.embedding: (1, "indices")}
-    readers = (user for user in table.users if user.target in places)
-    return any(_shows_what_was_given(argument(user, *places[user.target])) for user in readers)
+    readers = (user for user in table.users if user.target in _LOOKUPS)
+    return any(_shows_what_was_given(argument(user, *_LOOKUPS[user.target]["rows"])) for user in readers)
 
 
 def _shows_what_was_given(node: Any) -> bool:
