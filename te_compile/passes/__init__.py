@@ -25,6 +25,7 @@ from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.join_products import join_products
+from te_compile.passes.lay_out_attention_gradients import lay_out_attention_gradients
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.memory import tag_memory
 from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
@@ -84,6 +85,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     quantize_late,  # after the fusions: a weight's cast is one of them
     prune_outputs,  # after the fusions: they ask for both layouts as lowering does
     accumulate_in_products,  # after add_in_products: of the uses of one weight the sum is the gradient
+    lay_out_attention_gradients,  # after all that change what attention's backward reads
     tag_memory,
     save_between_regions,  # after all that change what a region ends with
     recomputed_attentions,  # after tag_memory, which may say what is computed again

@@ -28,13 +28,17 @@ def call_like(target: Any, arguments: tuple[Any, ...], like: Node, **options: An
     """A new node with the metadata of ``like`` (checkpoint region, phase, stack trace) and its own value."""
     name = getattr(target, "_opname", None)
     node = like.graph.create_node("call_function", target, arguments, options, name=name)
-    node.meta = {key: value for key, value in like.meta.items() if key not in _OF_A_VALUE}
+    node.meta = place_of(like)
     with _fake_mode_of(arguments):
         node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
     return node
 
 
-# Metadata that speaks of the value a node had, not of where it stands.
+def place_of(node: Node) -> dict[str, Any]:
+    """The metadata that say where ``node`` stands, without those that speak of its value."""
+    return {key: value for key, value in node.meta.items() if key not in _OF_A_VALUE}
+
+
 _OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
 
 

@@ -164,6 +164,23 @@ def test_few_rows_without_a_transposed_copy_go_to_the_core_with_any_scaling(
             native_norm.check(HOPPER, given(1, columnwise=True))
 
 
+def test_many_long_rows_without_a_transposed_copy_go_to_the_core_if_there_is_a_bias(with_library: None) -> None:
+    scale = empty(dtype=torch.float32)
+
+    def given(rows: int, columns: int, **changes: Any) -> dict[str, Any]:
+        parameter = empty(columns)
+        usual = {"weight": parameter, "bias": parameter, "kind": "layer", "scale": scale, "columnwise": False}
+        return norm_arguments(**{**usual, "x": empty(rows, columns), **changes})
+
+    native_norm.check(HOPPER, given(4096, 5120))
+    native_norm.check(HOPPER, given(32768, 16384))
+    for fewer in (given(4095, 5120), given(4096, 5112), given(4096, 5120, bias=None)):
+        with pytest.raises(Unsupported, match="Triton's"):
+            native_norm.check(HOPPER, fewer)
+    with pytest.raises(Unsupported, match="current scaling"):
+        native_norm.check(HOPPER, given(4096, 5120, scale=None))
+
+
 @pytest.mark.parametrize(
     ("target", "changes", "reason"),
     [

@@ -6,11 +6,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_compile.passes import manager
 from te_compile.passes.attention_kernels import is_faster_on
@@ -207,3 +210,64 @@ assert found == torch._C._get_sdp_priority_order(), found
 
 def test_the_order_of_kernels_is_the_settled_one_in_a_process_that_ran_no_attention() -> None:
     subprocess.run([sys.executable, "-c", ASKED_FIRST], check=True, timeout=300)
+
+
+def cudnn_backward(model: Attention, x: Tensor, dy: Tensor) -> None:
+    """Have PyTorch keep cuDNN's plan for the backward of this attention, where its gradient lies as ``dy`` does."""
+    q, k, v = model.qkv(x).unflatten(-1, (3, model.heads, -1)).permute(2, 0, 3, 1, 4)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y.backward(dy)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 1, 3)], ids=["heads", "positions"])
+def test_a_plan_that_was_made_for_a_gradient_in_another_order_is_not_taken(order: tuple[int, ...]) -> None:
+    model = Attention(512, 4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 384, 512, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(2, 4, 384, 128, device="cuda", dtype=torch.bfloat16)
+    dy = dy.permute(order).contiguous().permute([order.index(place) for place in range(4)])
+    cudnn_backward(model, x, dy)
+    model.zero_grad()
+    dy = torch.randn_like(x)
+    fast = compiled(model, exclude=["*"], cost_model=False)
+    grads = []
+    for run, kernel in ((fast, None), (model, SDPBackend.MATH)):
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            run(x).backward(dy)
+        grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        model.zero_grad()
+    for got, want in zip(*grads, strict=True):
+        assert cosine(want, got) > 0.999
+
+
+class Normed(nn.Module):
+    """torch.nn's attention behind a norm: nobody sees how its result lies."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.self_attn = nn.LayerNorm(width), nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.self_attn(h, h, h, need_weights=False)[0]
+
+
+def test_attention_modules_of_one_size_have_right_gradients_whoever_comes_first() -> None:
+    """Those of an encoder hand back gradients by positions, the one behind a norm by rows of the batch."""
+    width, heads = 256, 4
+    encoder = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
+    models = [Normed(width, heads), encoder, Normed(width, heads)]
+    for model in models:
+        model.to("cuda", torch.bfloat16)
+        x = torch.randn(2, 128, width, device="cuda", dtype=torch.bfloat16)
+        dy = torch.randn_like(x)
+        grads = []
+        with sdpa_kernel(SDPBackend.MATH):
+            model(x).backward(dy)
+        for run in (None, compiled(model, cost_model=False)):
+            if run is not None:
+                run(x).backward(dy)
+            attention: Any = model.self_attn
+            grads.append(attention.in_proj_weight.grad.clone())
+            model.zero_grad()
+        assert cosine(*grads) > 0.97
