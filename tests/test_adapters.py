@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ pytest.importorskip("peft", reason="adapters of the PEFT library")
 import peft
 
 from te_compile.passes import manager
+from te_compile.passes.plan import Site
 from tests.compiling import compiled, cosine
 from tests.emulation import emulated
+from tests.fuzz.emulation import Fp8Products, Scales, statuses_of
 from tests.zoo.case import Case, Setting
-from tests.zoo.examine import Step, step
+from tests.zoo.examine import EMULATIONS, Step, step
 from tests.zoo.models import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -41,10 +44,30 @@ def textbook_step(case: Case, is_fp8: Callable[[str], bool], seed: int) -> Step:
     return step(Case(yardstick, case.inputs), yardstick, True, seed)
 
 
-def assert_as_good(got: Step, textbook: Step, expected: Step) -> None:
-    """What rounding costs the gradients differs from draw to draw, but not from textbook FP8."""
+def textbook_steps(case: Case, sites: list[Site], seed: int) -> list[Step]:
+    """The same step with textbook FP8 where ``sites`` say so, each time on grids of its own."""
+    found, statuses = [], statuses_of(sites, case.model)
+    for number in range(EMULATIONS):
+        mode = Fp8Products(case.model, statuses, Scales(random.Random(number) if number else None, delayed=False))
+
+        def run(mode: Fp8Products = mode, **inputs: Any) -> Any:
+            with mode:
+                return case.model(**inputs)
+
+        found.append(step(case, run, True, seed))
+        assert mode.products, "nothing ran in FP8"
+    return found
+
+
+def assert_as_good(got: Step, textbook: list[Step], expected: Step) -> None:
+    """What rounding costs differs from draw to draw, and hardly from textbook FP8 on the same grid, but where a last bit
+    moved numbers to the next code: then by up to 0.025 for a matrix in one draw of 60, and by less for all together."""
     for name, each in expected.gradients.items():
-        assert cosine(got.gradients[name], each) > cosine(textbook.gradients[name], each) - 0.01, name
+        least = min(cosine(one.gradients[name], each) for one in textbook)
+        assert cosine(got.gradients[name], each) > least - 0.05, name
+    together = [torch.cat([g.flatten() for g in one.gradients.values()]) for one in (expected, got, *textbook)]
+    ours, *theirs = (cosine(one, together[0]) for one in together[1:])
+    assert ours > min(theirs) - 0.01
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -62,7 +85,7 @@ def test_adapters_of_low_rank_stay_and_the_frozen_linears_run_in_fp8(checkpointe
         assert abs(float(got.loss / expected.loss) - 1) < 0.02
         assert got.gradients.keys() == expected.gradients.keys()
         assert all("lora_" in name for name in got.gradients), "a frozen weight has a gradient"
-        assert_as_good(got, textbook, expected)
+        assert_as_good(got, [textbook], expected)
 
 
 def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
@@ -76,7 +99,7 @@ def test_adapters_that_are_wide_enough_run_in_fp8_too(seed: int) -> None:
     assert abs(float(got.loss / expected.loss) - 1) < 0.02
     # Two products in FP8 where there was one weight, and a rank of 16 averages little of the rounding away: the least
     # cosine of 40 draws was 0.885.
-    assert_as_good(got, textbook_step(case, lambda name: "lm_head" not in name, seed), expected)
+    assert_as_good(got, textbook_steps(case, record.plan.sites, seed), expected)
 
 
 def test_adapters_that_are_called_for_a_norm_first_get_the_gradients_of_high_precision(seed: int) -> None:
