@@ -27,7 +27,7 @@ _HEAD_NAMES = {
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
     "logits_proj",
 }  # fmt: skip
-_NAMES_OF_WHAT_IS_RETURNED = {"proj_out"}  # of diffusion models' blocks as well, where the model goes on
+_NAMES_OF_WIDER_HEADS = {"proj_out"}  # diffusion models call so what makes a picture's patch of their features
 _HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
@@ -59,7 +59,7 @@ def by_head(
         why = "its result goes into the loss"
     elif not _is_returned(site):
         return None
-    elif (head := _head_in(site.name)) is not None:
+    elif (head := _head_in(site)) is not None:
         why = f"the model returns its result, from its {head!r}"
     elif site.features[1] in vocabularies(tables):
         why = "the model returns its result, as wide as the vocabulary"
@@ -73,10 +73,13 @@ def _is_called_head(name: str) -> bool:
     return last in _HEAD_NAMES or name == "output" or name.endswith("predictions.decoder")
 
 
-def _head_in(name: str) -> str | None:
-    """The innermost part of a module's name that says what heads are called; a list of them is called so, too."""
-    for part in reversed(name.split(".")):
-        if {part, part.removesuffix("s")} & (_HEAD_NAMES | _NAMES_OF_WHAT_IS_RETURNED) or part.endswith(_HEAD_ENDINGS):
+def _head_in(site: Site) -> str | None:
+    """The innermost part of its module's name that says what heads are called; a list of them is called so, too."""
+    in_features, out_features = site.features
+    # A vocabulary has more words than a token has features, and a patch fewer numbers.
+    names = _HEAD_NAMES | _NAMES_OF_WIDER_HEADS if out_features > in_features else _HEAD_NAMES
+    for part in reversed(site.name.split(".")):
+        if {part, part.removesuffix("s")} & names or part.endswith(_HEAD_ENDINGS):
             return part
     return None
 

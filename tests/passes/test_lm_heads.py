@@ -68,6 +68,13 @@ def test_what_is_called_a_head_within_a_block_is_none(name: str) -> None:
     assert verdict(lambda x: x + block["proj_out"](x), torch.randn(5, 32)).status == "fp8"
 
 
+@pytest.mark.parametrize(("out_features", "status"), [(16, "fp8"), (64, "fp8"), (128, "kept")])
+def test_what_makes_patches_of_features_is_no_head_though_it_is_called_like_one(out_features: int, status: str) -> None:
+    model = nn.ModuleDict({"proj_out": nn.Linear(64, out_features)})
+    site = verdict(lambda x: model["proj_out"](x).unflatten(-1, (4, -1)), torch.randn(5, 64))
+    assert site.status == status and site.name.endswith("proj_out")
+
+
 def test_a_head_whose_chances_are_read_by_a_linear_is_one() -> None:
     model, back = Named(head=(32, 48)), nn.Linear(48, 32)
     plan = planned(lambda x: (x + back(model(x)[0].softmax(-1))).cos(), torch.randn(5, 32))
