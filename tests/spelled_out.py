@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.drop_unread_operands import drop_unread_operands
+from te_compile.passes.drop_unread_values import drop_unread_values
 from te_compile.passes.follow_writes import follow_writes
 from te_compile.passes.recognise_attention import RECOGNISED, STAYS, recognise_attention
 from te_compile.passes.text import ops_text
@@ -35,7 +36,7 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def rewritten(run: Attention, *inputs: Any) -> tuple[int, GraphModule, list[Any]]:
     gm, examples = captured(run, *inputs)
-    for each in (drop_noop_casts, drop_unread_operands, follow_writes):
+    for each in (drop_noop_casts, drop_unread_operands, drop_unread_values, follow_writes):
         each(gm.graph)
     count = recognise_attention(gm.graph)
     gm.graph.lint()

@@ -18,6 +18,7 @@ from te_compile.passes.delay_weight_gradients import delay_weight_gradients
 from te_compile.passes.direct_amaxes import direct_amaxes
 from te_compile.passes.drop_noop_casts import drop_noop_casts
 from te_compile.passes.drop_unread_operands import drop_unread_operands
+from te_compile.passes.drop_unread_values import drop_unread_values
 from te_compile.passes.follow_writes import follow_writes
 from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
@@ -56,6 +57,7 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
     plain_operators,  # first: all others know operators as functions
     drop_noop_casts,  # before the norms, which a no-op cast hides
     drop_unread_operands,
+    drop_unread_values,  # after it, which leaves values of which only the shape was read
     follow_writes,  # after them: who only looked at a shape reads neither what was before nor what is behind a write
     open_encoder_layers,  # before the norms inside them are looked for
     open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read

@@ -149,7 +149,8 @@ def _shows_the_same_matrix(node: Node) -> bool:
     return swaps_two_dimensions(node) or called(node) == "contiguous"
 
 
-def _is_product(node: Node) -> bool:
+def is_product(node: Node) -> bool:
+    """Does ``node`` multiply matrices, or what is more than that?"""
     return (called(node) in _PRODUCTS and not adds_nothing_up(node)) or node.target is F.linear
 
 
@@ -260,7 +261,7 @@ class Weights:
             begun.add(source)
             if source in self.parameters:
                 owned.append(source)
-            elif is_given(source) or _is_product(source) or len(begun) > _MOST_NODES:
+            elif is_given(source) or is_product(source) or len(begun) > _MOST_NODES:
                 return None
             # What the model holds is its own, whatever is written there; what the graph makes is made by writes too.
             writers = self.writers.get(storage_of(source), ()) if source.op != "placeholder" else ()
@@ -338,10 +339,10 @@ class Weights:
             return
         if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
             raise NotAWeightError(f"{prefix} by {name or node.op}; multiply by a parameter itself for FP8")
-        if _is_product(node) and not (by_products and name in _MATRIX_PRODUCTS):
+        if is_product(node) and not (by_products and name in _MATRIX_PRODUCTS):
             advice = "multiply by one factor after the other for FP8"
             raise NotAWeightError(f"{prefix} by another product ({name}); {advice}")
-        if _draws(node) or _RANDOM.search(name):
+        if draws(node):
             why = f"{prefix} by {name}, which gives another result each time"
             raise NotInFrontError(f"{why}; nothing to do: its FP8 copy would not be the weight")
         is_a_users = inspect.isfunction(node.target) and not node.target.__module__.startswith("torch.")
@@ -354,8 +355,10 @@ class Weights:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
 
 
-def _draws(node: Node) -> bool:
-    """Does an operator of this name draw random numbers?"""
+def draws(node: Node) -> bool:
+    """Does an operator of this name draw random numbers, or give what happens to lie in memory?"""
+    if _RANDOM.search(name_called(node)):
+        return True
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     packet = getattr(torch.ops.aten, name_called(node), None)
