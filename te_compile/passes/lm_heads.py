@@ -7,6 +7,7 @@ graph by what the model returns.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import permutations
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,12 @@ from torch.fx import Node
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.captured_nodes import is_tensor, value_of
 from te_compile.passes.embedding_tables import is_table, vocabularies
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, keeps_values, plain_name, reached
 from te_compile.passes.routers import is_picked_from, picks
+from te_compile.passes.side_effects import depends_on
 from te_compile.passes.sizes import all_same
 
 _HEAD_NAMES = {
@@ -116,13 +118,16 @@ def _is_loss(node: Node) -> bool:
 
 
 def _are_still_logits(node: Node) -> bool:
-    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias; but the sum of two
-    tensors alike is a residual stream."""
+    """Are logits still logits after ``node``? So they are with a cap, a temperature, a bias, or with what an adapter of
+    low rank adds; but what is added to something that it was computed from is part of a residual stream."""
     if plain_name(node) not in ARITHMETIC:
         return keeps_values(node)
     result = value_of(node)
     if not isinstance(result, Tensor):
         return False
-    values = [value_of(each) for each in node.all_input_nodes]
-    numbers = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
-    return sum(each.dim() == result.dim() and all_same(each.shape, result.shape) for each in numbers) < 2
+    alike = [each for each in node.all_input_nodes if is_tensor(each) and _are_numbers_like(result, value_of(each))]
+    return not any(depends_on(one, other) for one, other in permutations(alike, 2))
+
+
+def _are_numbers_like(result: Tensor, value: Tensor) -> bool:
+    return value.is_floating_point() and value.dim() == result.dim() and all_same(value.shape, result.shape)

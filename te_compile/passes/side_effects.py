@@ -105,7 +105,8 @@ def changes_after(read: Node, last: Node, known: dict[Node, bool]) -> bool:
     return False
 
 
-def _depends_on(node: Node, source: Node) -> bool:
+def depends_on(node: Node, source: Node) -> bool:
+    """Is ``node`` computed from ``source``, or is it that?"""
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
@@ -128,7 +129,7 @@ def undisturbed(first: Node, last: Node, own: Collection[Node], reads: Collectio
         if node.op == "root" or is_border(node):
             return False
         written = [] if node in own else written_by(node)
-        if any(_share_memory(read, each) and not _depends_on(read, node) for each in written for read in reads):
+        if any(_share_memory(read, each) and not depends_on(read, node) for each in written for read in reads):
             return False
         node = node.next
     return True

@@ -175,6 +175,40 @@ def test_what_is_added_to_a_residual_stream_is_no_head() -> None:
     assert [site.status for site in plan.sites] == ["fp8", "fp8"]
 
 
+class WithAdapter(nn.Module):
+    """A linear and what an adapter of low rank adds to its result, twice: one is scaled, one adds in place."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(in_features, out_features)
+        self.down = nn.ModuleList(nn.Linear(in_features, 16, bias=False) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(16, out_features, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x) + self.up[0](self.down[0](x)) * 0.5
+        result += self.up[1](self.down[1](x))
+        return result
+
+
+def test_a_head_with_adapters_before_a_loss_stays_with_what_they_add() -> None:
+    model = nn.ModuleDict({"fc": WithAdapter(32, 32), "out": WithAdapter(32, 48)})
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        x = x + model["fc"](F.layer_norm(x, (32,)))
+        return F.cross_entropy(model["out"](F.layer_norm(x, (32,))).float(), target)
+
+    plan = planned(run, torch.randn(10, 32), torch.randint(0, 48, (10,)))
+    kept = [site for site in plan.sites if site.status == "kept"]
+    assert [site.features for site in kept] == [(32, 48), (16, 48), (16, 48)]
+    assert all(site.cause is Cause.RULE and "loss" in site.reason for site in kept)
+
+
+def test_a_head_with_adapters_that_a_model_returns_stays_with_what_they_add() -> None:
+    plan = planned(Untied(100, lm_head=WithAdapter(32, 48)), torch.randint(0, 100, (2, 5)))
+    kept = {site.name for site in plan.sites if site.status == "kept"}
+    assert kept == {"lm_head.base_layer", "lm_head.up.0", "lm_head.up.1"}
+
+
 def test_a_head_by_the_embedding_that_shares_its_weight() -> None:
     embed, other = nn.Embedding(64, 32), nn.Linear(32, 32)
 
