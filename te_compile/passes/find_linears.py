@@ -157,7 +157,7 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     weight = max(matrices, key=lambda w: math.prod(map(size_hint, value_of(w).shape)))  # not attention's bias_k, a row
     left = argument(node, 0, "input")
     is_left = called(node) in _PLAIN_PRODUCTS and is_tensor(left) and weights.owner(left, region) is weight
-    tokens, features = _extent_on_the_left(node, left) if is_left else _extent(node, weight)
+    tokens, features = _extent_on_the_left(node, left) if is_left else _extent(node, form, weight, matrices)
     site = Site("", form, region, node, tokens, features, weight=weight)
     advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     if weights.from_the_call.isdisjoint(node.all_input_nodes):
@@ -170,15 +170,24 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
 
 
 _PLAIN_PRODUCTS = {"matmul", "mm", "bmm"}
+_AS_MODULES_STORE_THEM = {
+    "bilinear", "multi_head_attention", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "transformer_encoder_layer",
+}  # fmt: skip
+"""Forms whose weights are [out_features, in_features], as those of nn.Linear are."""
 
 
-def _extent(node: Node, weight: Node) -> tuple[int, tuple[int, int]]:
+def _extent(node: Node, form: str, weight: Node, matrices: list[Node]) -> tuple[int, tuple[int, int]]:
     """Tokens and features of a product with ``weight``, as far as its shape and that of the result say."""
-    *before, last = (size_hint(size) for size in value_of(weight).shape)
+    first, *others = (size_hint(size) for size in value_of(weight).shape)
     result = value_of(node)
     result = result[0] if isinstance(result, (tuple, list)) else result
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
-    return tokens, (math.prod(before), last)
+    if form not in _AS_MODULES_STORE_THEM:
+        return tokens, (math.prod((first, *others[:-1])), others[-1])
+    # A cell multiplies x by one matrix and its state by another, and adds the results: as one matrix beside the other.
+    shapes = [list(map(size_hint, value_of(each).shape)) for each in matrices]
+    return tokens, (sum(math.prod(shape[1:]) for shape in shapes if shape[0] == first), first)
 
 
 def _extent_on_the_left(node: Node, left: Node) -> tuple[int, tuple[int, int]]:

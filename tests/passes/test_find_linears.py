@@ -337,8 +337,16 @@ def test_what_only_the_model_takes_part_in_is_kept_by_rule(training: bool) -> No
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, partial(nn.RNNCell, nonlinearity="relu"), nn.RNNCell])
 def test_cells_of_recurrent_networks_are_reported(cell: Callable[..., nn.Module]) -> None:
-    (row,) = te_compile.explain(cell(64, 64), torch.randn(32, 64)).rows
+    module = cell(64, 48)
+    (row,) = te_compile.explain(module, torch.randn(32, 64)).rows
     assert row.status == "kept" and row.form.endswith("_cell") and row.reason
+    assert row.shape == (32, 64 + 48, module.weight_ih.shape[0])
+
+
+def test_a_bilinear_is_reported_by_its_features() -> None:
+    x = torch.randn(20, 32)
+    site = only_site(nn.Bilinear(32, 16, 48), x, x[:, :16])
+    assert (site.form, site.rows, site.features) == ("bilinear", 20, (32 * 16, 48))
 
 
 @pytest.mark.parametrize("product", [torch.matmul, torch.bmm, lambda q, x: q @ x])
