@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,8 +307,8 @@ def _window_of(mask: Node, query: Tensor, key: Tensor, region: Region, known: Co
     return known.windows[mask]
 
 
-def _input_behind(mask: Node, region: Region, only_numbers: bool = False) -> Node | None:
-    """The nearest input of the whole graph that ``mask`` is computed from; None if there is none.
+def _inputs_behind(mask: Node, region: Region, only_numbers: bool = False) -> Iterator[Node]:
+    """The inputs of the whole graph that ``mask`` is computed from, the nearest first.
 
     only_numbers: by way of floating-point tensors alone, as a gradient goes.
     """
@@ -319,12 +319,11 @@ def _input_behind(mask: Node, region: Region, only_numbers: bool = False) -> Nod
         if only_numbers and is_tensor(node) and not value_of(node).is_floating_point():
             continue
         if node.op == "placeholder" and outside is node and is_tensor(node):
-            return node
+            yield node
         new = _operands_of(node) if outside is node else [outside]
         new = [each for each in new if each not in seen]
         seen.update(new)
         waiting += new
-    return None
 
 
 def _is_learned(given: Node) -> bool:
@@ -350,10 +349,12 @@ def _why_it_stays(mask: Node, region: Region, known: Constants) -> str:
     try:
         value = evaluated(mask, known, _seen_through(region))
     except NotConstantError:
-        given = _input_behind(mask, region)
+        # First what is learned: beside it nothing else makes a mask of a bias, as a buffer that says where each is.
+        learned = next(filter(_is_learned, _inputs_behind(mask, region, only_numbers=True)), None)
+        given = learned if learned is not None else next(_inputs_behind(mask, region), None)
         if given is None:
             return _UNPROVEN
-        if _is_learned(given) and _input_behind(mask, region, only_numbers=True) is None:
+        if learned is None and _is_learned(given):
             return f"what it hides is picked by numbers made with {input_name(given)}; {_PICKED}"
         if given not in known.unknown:
             known.unknown[given] = _why_unknown(given)

@@ -249,6 +249,19 @@ def test_a_mask_that_is_learned_is_called_a_bias() -> None:
     assert "made from weight" in reason and "a bias and no mask" in reason and not faults(reason)
 
 
+def test_a_learned_bias_that_a_buffer_orders_is_called_one() -> None:
+    def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        offsets = m.places[:, None] - m.places  # a window's, nearer to the bias than what is learned
+        table = F.linear(m.places.float()[:, None].expand(-1, WIDTH), m.weight).sigmoid()
+        return sdpa(q, k, v, attn_mask=(table[offsets.abs(), 0] * m.amounts).to(q.dtype))
+
+    model = With(run)
+    model.register_buffer("places", torch.arange(LENGTH))
+    model.register_buffer("amounts", torch.ones(LENGTH))
+    (reason,) = reasons_in(te_compile.explain(model, *qkv()))
+    assert "made from weight" in reason and "a bias and no mask" in reason and not faults(reason)
+
+
 def test_a_mask_that_a_learned_choice_made_is_no_bias() -> None:
     def run(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         best = m.weight[:LENGTH, :LENGTH].topk(4, dim=-1).indices
