@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import permutations
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,10 @@ from te_compile.passes.sizes import all_same
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection",
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
-    "logits_proj",
+    "logits_proj", "head_dist",
 }  # fmt: skip
 _NAMES_OF_WIDER_HEADS = {"proj_out"}  # diffusion models call so what makes a picture's patch of their features
+_NAMES_BEHIND_POOLS = {"fc", "last_linear"}  # of networks for pictures; elsewhere they may be anything
 _HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
@@ -37,6 +39,7 @@ _LOSSES = {
 }  # fmt: skip
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
 _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
+_POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
 
@@ -47,7 +50,7 @@ def by_head(
     ``linears``: the nodes of all linears.
 
     Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
-    part of it that is called a head, or a number for each word of the vocabulary.
+    part of it that is called a head, a number for each word of the vocabulary, or what an ``fc`` makes of a picture.
     """
     if options.lm_head:
         return None
@@ -65,6 +68,8 @@ def by_head(
         why = f"the model returns its result, from its {head!r}"
     elif site.features[1] in vocabularies(tables):
         why = "the model returns its result, as wide as the vocabulary"
+    elif last in _NAMES_BEHIND_POOLS and _reads_a_pool(site):
+        why = f"the model returns its result, from {last!r} behind a pool"
     else:
         return None
     return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"
@@ -94,6 +99,14 @@ def _is_router(site: Site) -> bool:
 def _is_returned(site: Site) -> bool:
     """Does the model return what ``site`` gives, or what are still the same logits?"""
     return site.region.parent is None and any(user.op == "output" for user in reached(site.node, _are_still_logits))
+
+
+def _reads_a_pool(site: Site) -> bool:
+    """Does ``site`` read one vector for all positions, their mean?"""
+    node: Any = site.x
+    while isinstance(node, Node) and node.args and (keeps_values(node) or plain_name(node) == "dropout"):
+        node = node.args[0]
+    return isinstance(node, Node) and plain_name(node) in _POOLS
 
 
 def _goes_on(site: Site, linears: Collection[Node]) -> bool:

@@ -36,7 +36,9 @@ class Calls(nn.Module):
         return self.block.output(x)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output"])
+@pytest.mark.parametrize(
+    "name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output", "head_dist"]
+)
 def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) -> None:
     model, x = Named(**{name: (32, 48)}), torch.randn(5, 32)
     site = verdict(model, x)
@@ -297,3 +299,28 @@ def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
 def test_what_is_returned_and_no_logits_goes_to_fp8(words: int, parts: dict[str, nn.Module]) -> None:
     plan = planned(Untied(words, **parts), torch.randint(0, words, (2, 5)))
     assert [site.status for site in plan.sites] == ["fp8", "fp8"]
+
+
+class OfPictures(nn.Module):
+    """A convolution, a pool, and the linear ``fc``."""
+
+    def __init__(self, *behind: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.pool, self.drop = nn.Conv2d(3, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.1)
+        self.fc, self.behind = nn.Linear(32, 48), nn.Sequential(*behind)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.behind(self.fc(self.drop(self.pool(self.stem(pictures)).flatten(1))))
+
+
+def test_the_fc_behind_the_pool_of_a_network_for_pictures_is_a_head() -> None:
+    site = verdict(OfPictures(), torch.randn(2, 3, 8, 8))
+    assert site.cause is Cause.RULE and "from 'fc' behind a pool" in site.reason
+    assert verdict(OfPictures(), torch.randn(2, 3, 8, 8), lm_head=True).status == "fp8"
+
+
+def test_an_fc_is_no_head_without_a_pool_or_where_its_result_is_no_logits() -> None:
+    assert verdict(OfPictures(nn.GELU()), torch.randn(2, 3, 8, 8)).status == "fp8"
+    parts = nn.ModuleDict({"fc": nn.Linear(32, 48)})
+    site = verdict(lambda x: parts["fc"](x), torch.randn(2, 32))
+    assert site.name.endswith("fc") and site.status == "fp8"
