@@ -45,7 +45,8 @@ def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
     dimensions = len(kernel)
     stride, dilation = (_each(argument(node, i, name, 1), dimensions) for i, name in ((3, "stride"), (5, "dilation")))
     padding = argument(node, 4, "padding", 0)
-    is_padded = padding != "valid" and any(each != 0 for each in _each(padding, dimensions))
+    # "same" wants a stride of 1, which is that of a kernel of one here: it adds nothing to that.
+    is_padded = padding not in ("valid", "same") and any(each != 0 for each in _each(padding, dimensions))
     if is_padded or argument(node, 6, "groups", 1) != 1 or stride != list(kernel):
         return False
     if all(size == 1 for size in kernel):

@@ -22,6 +22,7 @@ LINEARS = {
     "1d": (lambda: nn.Conv1d(32, 48, 1), (2, 32, 7), 14),
     "2d without bias": (lambda: nn.Conv2d(32, 48, 1, bias=False), (2, 32, 3, 5), 30),
     "2d padded by name": (lambda: nn.Conv2d(32, 48, 1, padding="valid"), (2, 32, 3, 5), 30),
+    "2d of the same size": (lambda: nn.Conv2d(32, 48, 1, padding="same", dilation=2), (2, 32, 3, 5), 30),
     "3d": (lambda: nn.Conv3d(32, 48, 1), (2, 32, 3, 2, 5), 60),
     "patches in 1d": (lambda: nn.Conv1d(8, 48, 4, 4), (2, 8, 12), 6),
     "patches of an image": (lambda: nn.Conv2d(2, 48, 4, stride=4), (2, 2, 12, 8), 12),
