@@ -251,7 +251,9 @@ def _unfinished(*modules: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), *modules)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "classifier", "classification_head", "lm_heads", "sop_classifier"])
+@pytest.mark.parametrize(
+    "name", ["lm_head", "classifier", "classification_head", "segmentation_head", "lm_heads", "sop_classifier"]
+)
 def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(name: str) -> None:
     plan = planned(Untied(100, **{name: _unfinished(nn.Linear(32, 48))}), torch.randint(0, 100, (2, 5)))
     assert {site.name: site.status for site in plan.sites} == {"fc": "fp8", f"{name}.0": "fp8", f"{name}.2": "kept"}
