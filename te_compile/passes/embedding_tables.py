@@ -6,7 +6,8 @@ Rows that were looked up are neither, and no weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, is_tensor, size_hint, value_of
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
+from te_compile.passes.regions import Region
 from te_compile.passes.result_readers import keeps_values
 from te_compile.passes.weight_expressions import is_given, origin
 
@@ -29,6 +31,7 @@ _LOOKUPS: dict[Any, dict[str, tuple[int, str]]] = {
 }
 """What looks rows up, and its arguments: where each stands, and its name."""
 
+_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)  # bytes pick as booleans do
 _MOST_NODES = 64  # between a table and a product that are looked at
 
 
@@ -39,7 +42,7 @@ def is_table(weight: Node) -> bool:
 
 def by_lookup(site: Site, options: Options) -> Verdict:
     """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions."""
-    if site.root_weight is None or not is_table(site.root_weight) or not _is_looked_up(site):
+    if site.root_weight is None or not _is_looked_up(site):
         return None
     why = "it multiplies by rows that were looked up in a table, as relative positions are, and by no weight"
     return Cause.RULE, f"{why}; nothing to do: FP8 is for lasting weights"
@@ -47,6 +50,11 @@ def by_lookup(site: Site, options: Options) -> Verdict:
 
 def _is_looked_up(site: Site) -> bool:
     """Is what ``site`` multiplies by made of rows of its table?"""
+    return any(_is_of_table(table, region, site.root_weight) for table, region in _tables_behind(site))
+
+
+def _tables_behind(site: Site) -> Iterator[tuple[Any, Region]]:
+    """What rows are looked up in on the way to what ``site`` multiplies by."""
     waiting, seen = [(site.weight, site.region)], set[Node]()
     while waiting and len(seen) < _MOST_NODES:
         node, region = origin(*waiting.pop())
@@ -54,11 +62,29 @@ def _is_looked_up(site: Site) -> bool:
             continue
         seen.add(node)
         if node.target in _LOOKUPS:
-            table, _ = origin(argument(node, *_LOOKUPS[node.target]["table"]), region)
-            if table is site.root_weight:
-                return True
+            yield argument(node, *_LOOKUPS[node.target]["table"]), region
+        elif _picks_rows(node):
+            yield node.args[0], region
         waiting += [(each, region) for each in node.all_input_nodes]
-    return False
+
+
+def _picks_rows(node: Node) -> bool:
+    """Is it ``table[numbers]`` with a matrix of row numbers, as for all pairs of places?
+
+    Numbers in a row only put the rows of a weight into another order, or leave some out.
+    """
+    if node.target is not operator.getitem or not all(map(is_tensor, node.args)):
+        return False
+    table, numbers = map(value_of, node.args)
+    return table.dim() == 2 and numbers.dim() >= 2 and numbers.dtype in _NUMBERS
+
+
+def _is_of_table(node: Any, region: Region, table: Node | None) -> bool:
+    """Is ``node`` the parameter ``table``, in whatever shape or dtype?"""
+    node, region = origin(node, region)
+    while isinstance(node, Node) and node is not table and keeps_values(node) and node.args:
+        node, region = origin(node.args[0], region)
+    return node is table
 
 
 def embedding_tables(plan: Plan) -> set[Node | None]:

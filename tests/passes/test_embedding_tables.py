@@ -13,6 +13,7 @@ import te_compile
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause
 from tests.compiling import compiled
+from tests.selecting import verdict
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -59,6 +60,8 @@ LOOKUPS: list[Callable[[nn.Embedding, Tensor], Tensor]] = [
     lambda table, at: table(at),
     lambda table, at: F.embedding(at, table.weight).float().contiguous(),
     lambda table, at: torch.embedding(table.weight, at),
+    lambda table, at: table.weight[at],
+    lambda table, at: table.weight.float()[at.long()].contiguous(),
 ]
 
 
@@ -73,6 +76,12 @@ def test_rows_that_were_looked_up_are_neither_a_head_nor_a_weight(
     rows = {row.name: row for row in report.rows}
     assert rows["q"].status == rows["out"].status == "fp8"
     assert rows["distance"].cause == "rule" and "looked up in a table" in rows["distance"].reason
+
+
+def test_rows_of_a_weight_in_another_order_are_a_weight() -> None:
+    weight = nn.Parameter(torch.randn(48, 32))
+    site = verdict(lambda x: F.linear(x, weight[torch.arange(47, -1, -1)]), torch.randn(2, 32))
+    assert site.status == "fp8"
 
 
 def test_a_table_that_is_multiplied_by_as_a_whole_is_a_head_whatever_was_looked_up() -> None:
