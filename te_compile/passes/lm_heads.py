@@ -130,9 +130,19 @@ def _is_loss(node: Node) -> bool:
     return node.target in _LOSSES or plain_name(node) in _ATEN_LOSSES
 
 
+def _keeps_features(node: Node) -> bool:
+    """Does the mean ``node``, as of several heads or of all positions, have the features of what it reads?"""
+    before, after = (value_of(each) for each in (node.all_input_nodes[0], node))
+    is_of_tensors = isinstance(before, Tensor) and isinstance(after, Tensor) and min(before.dim(), after.dim()) > 0
+    return is_of_tensors and all_same(before.shape[-1:], after.shape[-1:])
+
+
 def _are_still_logits(node: Node) -> bool:
-    """Are logits still logits after ``node``? So they are with a cap, a temperature, a bias, or with what an adapter of
-    low rank adds; but what is added to something that it was computed from is part of a residual stream."""
+    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias, as the mean of several, or
+    with what an adapter of low rank adds; but what is added to something that it was computed from is part of a
+    residual stream."""
+    if plain_name(node) == "mean":
+        return _keeps_features(node)
     if plain_name(node) not in ARITHMETIC:
         return keeps_values(node)
     result = value_of(node)

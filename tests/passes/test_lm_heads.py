@@ -260,6 +260,31 @@ def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(nam
     assert plan.sites[-1].cause is Cause.RULE and f"from its {name!r}" in plan.sites[-1].reason
 
 
+def test_logits_that_are_the_mean_of_several_heads_are_logits() -> None:
+    heads, pictures, targets = nn.ModuleList(nn.Linear(32, 48) for _ in range(2)), torch.randn(5, 32), torch.arange(5)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(torch.stack([head(x) for head in heads]).mean(0), target)
+
+    for site in planned(run, pictures, targets).sites:
+        assert site.cause is Cause.RULE and "goes into the loss" in site.reason
+    plan = planned(nn.Sequential(Untied(100, classifier=_unfinished(nn.Linear(32, 48))), Mean(1)), targets[None])
+    assert [site.status for site in plan.sites] == ["fp8", "fp8", "kept"]
+    plan = planned(nn.Sequential(Untied(100, classifier=_unfinished(nn.Linear(32, 48))), Mean(-1)), targets[None])
+    assert [site.status for site in plan.sites] == ["fp8", "fp8", "fp8"]
+
+
+class Mean(nn.Module):
+    """The mean along a dimension."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.dimension = dimension
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(self.dimension)
+
+
 class Batch(NamedTuple):
     """What a caller may put its inputs into."""
 
