@@ -274,6 +274,19 @@ def test_logits_that_are_the_mean_of_several_heads_are_logits() -> None:
     assert [site.status for site in plan.sites] == ["fp8", "fp8", "fp8"]
 
 
+def test_logits_that_are_the_sum_of_two_heads_are_logits() -> None:
+    a, b, target = nn.Linear(32, 32), nn.Linear(32, 32), torch.arange(5)
+    plan = planned(lambda x, target: F.cross_entropy((a(x) + b(x).float()) / 2, target), torch.randn(5, 32), target)
+    assert [site.cause for site in plan.sites] == [Cause.RULE, Cause.RULE]
+
+    def residual(x: Tensor, target: Tensor) -> Tensor:
+        x = a(x)
+        return F.cross_entropy(x + b(x), target)
+
+    plan = planned(residual, torch.randn(5, 32), target)
+    assert [site.status for site in plan.sites] == ["fp8", "fp8"]
+
+
 class Mean(nn.Module):
     """The mean along a dimension."""
 
