@@ -60,8 +60,8 @@ def textbook_steps(case: Case, sites: list[Site], seed: int) -> list[Step]:
 
 
 def assert_as_good(got: Step, textbook: list[Step], expected: Step) -> None:
-    """What rounding costs differs from draw to draw, and hardly from textbook FP8 on the same grid, but where a last bit
-    moved numbers to the next code: then by up to 0.025 for a matrix in one draw of 60, and by less for all together."""
+    """What rounding costs differs from draw to draw, and hardly from textbook FP8 on the same grid. But a last bit may
+    move numbers to the next code: by up to 0.025 for a matrix in one draw of 60, and by less for all together."""
     for name, each in expected.gradients.items():
         least = min(cosine(one.gradients[name], each) for one in textbook)
         assert cosine(got.gradients[name], each) > least - 0.05, name

@@ -138,9 +138,9 @@ def _keeps_features(node: Node) -> bool:
 
 
 def _are_still_logits(node: Node) -> bool:
-    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias, as the mean of several, or
-    with what an adapter of low rank adds; but what is added to something that it was computed from is part of a
-    residual stream."""
+    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias, as a mean or a sum of
+    several, or with what an adapter of low rank adds; but what is added to something that it was computed from is part
+    of a residual stream."""
     if plain_name(node) == "mean":
         return _keeps_features(node)
     if plain_name(node) not in ARITHMETIC:
