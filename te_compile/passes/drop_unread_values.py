@@ -31,7 +31,7 @@ def _only_computes(node: Node) -> bool:
     # A size that the data decides is known by the node that found it, to whoever reads the size.
     if any(free_unbacked_symbols(each) for each in results):
         return False
-    return not (is_product(node) or draws(node) or writes(node))
+    return not (is_product(node) or draws(node) or writes(node) or node.is_impure())
 
 
 def drop_unread_values(graph: Graph) -> int:

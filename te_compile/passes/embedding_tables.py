@@ -55,7 +55,7 @@ def _is_looked_up(site: Site) -> bool:
 
 def _tables_behind(site: Site) -> Iterator[tuple[Any, Region]]:
     """What rows are looked up in on the way to what ``site`` multiplies by."""
-    waiting, seen = [(site.weight, site.region)], set[Node]()
+    waiting, seen = [(site.weight, _region_of(site.weight, site.region))], set[Node]()
     while waiting and len(seen) < _MOST_NODES:
         node, region = origin(*waiting.pop())
         if not isinstance(node, Node) or node in seen:
@@ -66,6 +66,13 @@ def _tables_behind(site: Site) -> Iterator[tuple[Any, Region]]:
         elif _picks_rows(node):
             yield node.args[0], region
         waiting += [(each, region) for each in node.all_input_nodes]
+
+
+def _region_of(node: Node | None, region: Region) -> Region:
+    """The region that has ``node``: this one, or one around it, as of a matrix that is quantised in front of a body."""
+    while node is not None and region.parent is not None and region.graph is not node.graph:
+        region = region.parent
+    return region
 
 
 def _picks_rows(node: Node) -> bool:
