@@ -19,6 +19,7 @@ from te_compile.passes.lm_heads import by_head
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.routers import by_router
 from te_compile.passes.step_cost import too_dear_to_launch
+from te_compile.passes.written_tensors import writes
 
 
 def by_user(site: Site, options: Options) -> Verdict:
@@ -27,10 +28,17 @@ def by_user(site: Site, options: Options) -> Verdict:
     return (Cause.USER, reason) if reason else None
 
 
-RULES = (by_user, by_lookup, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
+def by_readers(site: Site, options: Options) -> Verdict:
+    """A result that nobody reads is not computed in high precision; in FP8 its scales would have it computed."""
+    if site.node.users or writes(site.node):
+        return None
+    return Cause.RULE, "nobody reads its result; nothing to do: it is not computed"
+
+
+RULES = (by_user, by_readers, by_lookup, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
 """Asked in this order, before what each would gain: what the user said first, support before speed."""
 
-_WHATEVER_THE_SUPPORT = (by_user, by_lookup, by_head, by_router, by_size)
+_WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_size)
 """Rules that would keep a linear in high precision even if te_fp8 supported it."""
 
 

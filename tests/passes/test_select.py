@@ -47,6 +47,23 @@ def test_what_the_user_excluded_says_so_whatever_else_is_wrong_with_it() -> None
     assert site.cause is Cause.USER and "odd" in site.reason
 
 
+# --- readers -------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_reads_is_not_computed_for_its_scales() -> None:
+    model, x = Named(unread=(32, 48), read=(32, 16)), torch.randn(5, 32)
+
+    def run(x: Tensor) -> Tensor:
+        model.unread(x)
+        return model.read(x)
+
+    _, plan = regions_and_plan(run, x)
+    select_linears(plan, Options.resolve({"strict": True}))
+    unread, read = plan.sites
+    assert (unread.status, unread.reason) == ("kept", "nobody reads its result; nothing to do: it is not computed")
+    assert (read.status, read.reason) == ("fp8", "")
+
+
 # --- strict --------------------------------------------------------------------------------------------------------
 
 
