@@ -28,11 +28,11 @@ from te_compile.passes.sizes import all_same
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection",
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
-    "logits_proj", "head_dist", "segmentation_head",
+    "logits_proj", "head_dist", "segmentation_head", "mlp_head", "linear_head",
 }  # fmt: skip
 _NAMES_OF_WIDER_HEADS = {"proj_out"}  # diffusion models call so what makes a picture's patch of their features
 _NAMES_BEHIND_POOLS = {"fc", "last_linear"}  # of networks for pictures; elsewhere they may be anything
-_HEAD_ENDINGS = ("_lm_head", "_classifier", "_logits")
+_HEAD_ENDINGS = ("_lm_head", "_mlp_head", "_classifier", "_logits")
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
     torch.logsumexp, "logsumexp", CROSS_ENTROPY,

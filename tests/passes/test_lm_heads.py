@@ -37,7 +37,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output", "head_dist"]
+    "name", ["lm_head", "score", "classifier", "embed_out", "to_logits", "unembed", "output", "head_dist", "mlp_head"]
 )
 def test_a_head_by_its_name_stays_in_high_precision_unless_asked_for(name: str) -> None:
     model, x = Named(**{name: (32, 48)}), torch.randn(5, 32)
@@ -252,8 +252,12 @@ def _unfinished(*modules: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head", "classifier", "classification_head", "segmentation_head", "lm_heads", "sop_classifier"]
-)
+    "name",
+    [
+        "lm_head", "classifier", "classification_head", "segmentation_head", "lm_heads", "sop_classifier", "mlp_head",
+        "linear_head", "small_mlp_head",
+    ],
+)  # fmt: skip
 def test_of_a_head_of_several_linears_the_one_whose_result_is_returned_stays(name: str) -> None:
     plan = planned(Untied(100, **{name: _unfinished(nn.Linear(32, 48))}), torch.randint(0, 100, (2, 5)))
     assert {site.name: site.status for site in plan.sites} == {"fc": "fp8", f"{name}.0": "fp8", f"{name}.2": "kept"}
