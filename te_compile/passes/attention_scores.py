@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
-from te_compile.passes.contractions import Contraction, contractions_of
+from te_compile.passes.contractions import Contraction, contractions_of, shares_queries
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.mask_numbers import DIFFERENCES, FILLS, HIDDEN, PRODUCTS, QUOTIENTS, SUMS, number_in
 from te_compile.passes.written_tensors import writes
@@ -264,6 +264,8 @@ def scores_behind(node: Any) -> Scores:
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
         raise NotAttentionError(_NO_SCORES)
+    if shares_queries(node):
+        raise NotAttentionError("its queries are the same for all of the batch; expand them to it for a fused kernel")
     why = f"its scores go through {_name(node)} before softmax, which F.scaled_dot_product_attention does not do"
     problem = NotAttentionError(f"{why}; use flex_attention for a fused kernel, where the model offers it")
     for source, step in _steps(node):

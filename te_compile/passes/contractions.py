@@ -122,6 +122,13 @@ def contractions_of(node: Node) -> Iterator[Contraction]:
             yield from _matrices(left, right, addend if beta == 1 else None, float(alpha))
 
 
+def shares_queries(node: Node) -> bool:
+    """Does a matrix, or a batch of fewer dimensions, meet a batch from the left in ``node``, as learned queries do?"""
+    left, right = argument(node, 0, "input"), argument(node, 1, "other")
+    is_product = node.target in _PRODUCTS and is_tensor(left) and is_tensor(right)
+    return is_product and 2 <= value_of(left).dim() < value_of(right).dim()
+
+
 def _matrices(left: Any, right: Any, addend: Node | None = None, alpha: float = 1.0) -> Iterator[Contraction]:
     if not is_tensor(left) or not is_tensor(right):
         return

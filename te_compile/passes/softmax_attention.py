@@ -139,6 +139,10 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
                 "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
             )
         user = next(iter(weights.users))
+        if user.op == "output":
+            raise NotAttentionError(
+                "its weights leave the graph before they meet the values; leave no graph break between for a fused one"
+            )
         if sinks is not None and drops_sinks(user, weights, sinks):
             sinks, weights = None, user
             nodes.append(user)

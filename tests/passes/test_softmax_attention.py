@@ -119,11 +119,21 @@ def _to_a_shorter_range_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return F.softmax(q @ k.mT, dim=-1, dtype=torch.float16).bfloat16() @ v
 
 
+def _of_queries_without_a_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(torch.matmul(q[0, 0], k.mT) * 0.25, dim=-1) @ v
+
+
+def _weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT, dim=-1)
+
+
 @pytest.mark.parametrize(("reason", "run"), [
     ("narrows torch.float64 to torch.float32", _narrowed_by_its_softmax),
     ("narrows torch.bfloat16 to torch.float16", _to_a_shorter_range_by_its_softmax),
     ("tanh", _softcapped),
+    ("queries are the same for all of the batch", _of_queries_without_a_batch),
     ("weights are read elsewhere", _weights_returned),
+    ("weights leave the graph", _weights_alone),
     ("scores are read elsewhere", _scores_returned),
     ("weights go through mul", _head_mask),
     ("gradients or autocast are switched", _without_gradients_inside),
@@ -139,6 +149,13 @@ def _to_a_shorter_range_by_its_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tenso
 ])  # fmt: skip
 def test_what_is_more_than_attention_stays(reason: str, run: Attention) -> None:
     assert_stays(reason, run, *operands())
+
+
+def test_queries_that_are_expanded_over_the_batch_are_recognised() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(torch.matmul(q[:1, :1].expand(*k.shape[:2], -1, -1), k.mT) * 0.25, dim=-1) @ v
+
+    assert_recognised(run, *operands())
 
 
 def test_a_softmax_of_a_softmax_stays_and_both_say_why() -> None:
