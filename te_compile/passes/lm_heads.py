@@ -50,7 +50,8 @@ def by_head(
     ``linears``: the nodes of all linears.
 
     Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
-    part of it that is called a head, a number for each word of the vocabulary, or what an ``fc`` makes of a picture.
+    part of it that is called a head, a number for each word of the vocabulary, or what an ``fc``, or the end of an
+    ``nn.Sequential``, makes of a picture.
     """
     if options.lm_head:
         return None
@@ -68,7 +69,7 @@ def by_head(
         why = f"the model returns its result, from its {head!r}"
     elif site.features[1] in vocabularies(tables):
         why = "the model returns its result, as wide as the vocabulary"
-    elif last in _NAMES_BEHIND_POOLS and _reads_a_pool(site):
+    elif (last in _NAMES_BEHIND_POOLS or last.isdigit()) and _reads_a_pool(site):
         why = f"the model returns its result, from {last!r} behind a pool"
     else:
         return None

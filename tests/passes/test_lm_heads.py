@@ -363,6 +363,16 @@ def test_the_fc_behind_the_pool_of_a_network_for_pictures_is_a_head() -> None:
     assert verdict(OfPictures(), torch.randn(2, 3, 8, 8), lm_head=True).status == "fp8"
 
 
+def test_what_ends_a_sequence_of_layers_behind_a_pool_is_a_head() -> None:
+    pool = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    site = verdict(nn.Sequential(*pool, nn.Dropout(), nn.Linear(32, 48)), torch.randn(2, 3, 8, 8))
+    assert site.cause is Cause.RULE and "from '5' behind a pool" in site.reason
+    sites = planned(
+        nn.Sequential(*pool, nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 48)), torch.randn(2, 3, 8, 8)
+    ).sites
+    assert [site.status for site in sites] == ["fp8", "fp8"]  # features of a picture, maybe, and no logits
+
+
 def test_an_fc_is_no_head_without_a_pool_or_where_its_result_is_no_logits() -> None:
     assert verdict(OfPictures(nn.GELU()), torch.randn(2, 3, 8, 8)).status == "fp8"
     parts = nn.ModuleDict({"fc": nn.Linear(32, 48)})
