@@ -120,11 +120,16 @@ def _goes_on(site: Site, linears: Collection[Node]) -> bool:
 
 
 def _enters_loss(node: Node) -> bool:
-    """Are the logits ``node`` read by a loss, or by a softmax whose logarithm is taken?"""
+    """Are the logits ``node`` read by a loss, or by a softmax whose logarithm is taken or that a loss reads?"""
     readers = list(reached(node, _are_still_logits))
     chances = [each for each in readers if plain_name(each) == "softmax"]
-    logarithms = (plain_name(user) == "log" for each in chances for user in reached(each, keeps_values))
-    return any(map(_is_loss, readers)) or any(logarithms)
+    readers_of_chances = (user for each in chances for user in reached(each, keeps_values))
+    return any(map(_is_loss, readers)) or any(map(_reads_chances, readers_of_chances))
+
+
+def _reads_chances(node: Node) -> bool:
+    """Is ``node`` the logarithm of chances, or a loss that may have them for targets, as a teacher's are?"""
+    return plain_name(node) in ("log", "kl_div") or _is_loss(node)
 
 
 def _is_loss(node: Node) -> bool:

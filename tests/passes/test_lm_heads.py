@@ -139,6 +139,24 @@ def test_a_head_by_the_logarithm_of_its_softmax() -> None:
     assert verdict(lambda x: fc(x).exp().log1p(), torch.randn(10, 32)).status == "fp8"
 
 
+@pytest.mark.parametrize("loss", [
+    lambda student, chances: F.kl_div(F.log_softmax(student / 2, dim=-1), chances, reduction="batchmean"),
+    lambda student, chances: F.kl_div(F.log_softmax(student, dim=-1), target=chances),
+    lambda student, chances: F.cross_entropy(student, chances.detach()),
+])  # fmt: skip
+def test_a_teachers_head_by_the_loss_that_its_chances_are_the_targets_of(loss: Callable[..., Tensor]) -> None:
+    student, teacher = nn.Linear(32, 48), nn.Linear(32, 48)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            chances = F.softmax(teacher(x) / 2, dim=-1)
+        return loss(student(x), chances)
+
+    sites = planned(run, torch.randn(10, 32)).sites
+    assert [site.cause for site in sites] == [Cause.RULE, Cause.RULE]
+    assert all("goes into the loss" in site.reason for site in sites)
+
+
 def test_a_head_by_the_loss_that_is_spelled_out() -> None:
     fc = nn.Linear(32, 48)
 
