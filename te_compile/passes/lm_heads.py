@@ -40,6 +40,7 @@ _LOSSES = {
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
 _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
+_RESIZES = {"interpolate", "upsample"}
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
 
@@ -145,10 +146,12 @@ def _keeps_features(node: Node) -> bool:
 
 def _are_still_logits(node: Node) -> bool:
     """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias, as a mean or a sum of
-    several, or with what an adapter of low rank adds; but what is added to something that it was computed from is part
-    of a residual stream."""
+    several, in a picture of another size, or with what an adapter of low rank adds; but what is added to something that
+    it was computed from is part of a residual stream."""
     if plain_name(node) == "mean":
         return _keeps_features(node)
+    if plain_name(node) in _RESIZES:
+        return True
     if plain_name(node) not in ARITHMETIC:
         return keeps_values(node)
     result = value_of(node)

@@ -139,6 +139,20 @@ def test_a_head_by_the_logarithm_of_its_softmax() -> None:
     assert verdict(lambda x: fc(x).exp().log1p(), torch.randn(10, 32)).status == "fp8"
 
 
+def test_logits_of_a_picture_in_another_size_are_logits() -> None:
+    parts = nn.ModuleDict({"classifier": nn.Sequential(nn.Conv2d(32, 32, 1), nn.ReLU(), nn.Conv2d(32, 48, 1))})
+
+    def run(x: Tensor) -> Tensor:
+        return F.interpolate(parts["classifier"](x), scale_factor=2, mode="bilinear")
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(run(x), target)
+
+    pictures, target = torch.randn(2, 32, 4, 4), torch.zeros(2, 8, 8, dtype=torch.long)
+    for sites in (planned(run, pictures).sites, planned(loss, pictures, target).sites):
+        assert [site.status for site in sites] == ["fp8", "kept"] and "projection to logits" in sites[1].reason
+
+
 @pytest.mark.parametrize("loss", [
     lambda student, chances: F.kl_div(F.log_softmax(student / 2, dim=-1), chances, reduction="batchmean"),
     lambda student, chances: F.kl_div(F.log_softmax(student, dim=-1), target=chances),
