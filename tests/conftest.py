@@ -45,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="skip a test marked slow that would start later than this after the run began; which ones come first "
         f"changes daily ({ORDER_VARIABLE} chooses)",
     )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="skip any test that would start later than this after the run began, where a run must end in time",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,10 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start no slow test after its time."""
+    """Start no slow test after its time, and none at all after the run's."""
     minutes = (time.time() - float(os.environ[START_VARIABLE])) / 60
     if item.get_closest_marker("slow") and minutes > item.config.getoption("--slow-minutes"):
         pytest.skip("slow, and the time for slow tests is used up (--slow-minutes)")
+    if minutes > item.config.getoption("--minutes"):
+        pytest.skip("the time for tests is used up (--minutes)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
