@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import is_tensor, value_of
+from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.embedding_tables import is_table, vocabularies
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, keeps_values, plain_name, reached
@@ -108,7 +108,16 @@ def _reads_a_pool(site: Site) -> bool:
     node: Any = site.x
     while isinstance(node, Node) and node.args and (keeps_values(node) or plain_name(node) == "dropout"):
         node = node.args[0]
-    return isinstance(node, Node) and plain_name(node) in _POOLS
+    return isinstance(node, Node) and plain_name(node) in _POOLS and not _mixes_samples(node)
+
+
+def _mixes_samples(node: Node) -> bool:
+    """Is ``node`` a mean over the first dimension too, as that of an ensemble's members, or over all?"""
+    if plain_name(node) != "mean":
+        return False
+    dims, read = argument(node, 1, "dim"), value_of(node.all_input_nodes[0])
+    dims = [dims] if isinstance(dims, int) else dims
+    return not isinstance(dims, (list, tuple)) or any(dim % read.dim() == 0 for dim in dims)
 
 
 def _goes_on(site: Site, linears: Collection[Node]) -> bool:

@@ -410,3 +410,8 @@ def test_an_fc_is_no_head_without_a_pool_or_where_its_result_is_no_logits() -> N
     parts = nn.ModuleDict({"fc": nn.Linear(32, 48)})
     site = verdict(lambda x: parts["fc"](x), torch.randn(2, 32))
     assert site.name.endswith("fc") and site.status == "fp8"
+    # A mean over an ensemble's members, or over everything, is no pool; that of positions is.
+    means = (lambda x: x.mean(0), False), (lambda x: x.mean((-2, -3)), False), (lambda x: x.mean(1), True)
+    for mean, is_pool in means:
+        site = verdict(lambda x, mean=mean: parts["fc"](mean(x)), torch.randn(4, 5, 32))
+        assert site.status == ("kept" if is_pool else "fp8")
