@@ -28,31 +28,17 @@ from torch.fx import Graph, Node
 from te_compile.ops.library import NAMESPACE
 from te_compile.passes.captured_nodes import size_hint
 from te_compile.passes.new_nodes import call_like, place_of
-from te_compile.passes.sizes import same
+from te_compile.passes.pointwise_nodes import VIEWS
+from te_compile.passes.sizes import lie_alike
 
 aten = torch.ops.aten
 BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 GRADIENT, RESULT, DROPOUT = 0, 4, 13  # of its arguments
 _OWN_KEY = -0.0
-_VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.alias.default,
-    aten.detach.default,
-}
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Whatever they hold, is an element of the one where it is in the other? What has size 1 may have any stride."""
-    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(same(size, 1) or same(stride, wanted) for size, stride, wanted in pairs)
+# A reshape may be a copy, which Inductor makes.
+_VIEWS = VIEWS - {aten.reshape.default} | {
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.alias.default, aten.detach.default,
+}  # fmt: skip
 
 
 def _is_settled(node: Node) -> bool:
@@ -85,7 +71,7 @@ def _held(gradient: Node, attention: Node) -> Node:
 def _laid_out(gradient: Node, result: Tensor, attention: Node) -> Node:
     """``gradient``, as ``result`` lies: itself where it does, and Inductor cannot change that."""
     with attention.graph.inserting_before(attention):
-        if not _lie_alike(gradient.meta["val"], result):
+        if not lie_alike(gradient.meta["val"], result):
             gradient = _in_order_of(result, gradient, attention)
         return gradient if _is_settled(gradient) else _held(gradient, attention)
 

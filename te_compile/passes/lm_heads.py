@@ -117,7 +117,9 @@ def _mixes_samples(node: Node) -> bool:
         return False
     dims, read = argument(node, 1, "dim"), value_of(node.all_input_nodes[0])
     dims = [dims] if isinstance(dims, int) else dims
-    return not isinstance(dims, (list, tuple)) or any(dim % read.dim() == 0 for dim in dims)
+    if not isinstance(dims, (list, tuple)) or not all(isinstance(dim, int) for dim in dims):
+        return True
+    return any(dim % read.dim() == 0 for dim in dims)
 
 
 def _goes_on(site: Site, linears: Collection[Node]) -> bool:

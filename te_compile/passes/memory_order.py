@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from te_compile.passes.captured_nodes import called, value_of
 from te_compile.passes.side_effects import may_change
+from te_compile.passes.sizes import lie_alike
 from te_compile.passes.written_tensors import writes
 
 _PERMUTE = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
@@ -40,7 +41,7 @@ def order_shows(node: Node, value: Tensor) -> bool:
         waiting.remove(changed)
         if not all(isinstance(size, int) for size in value_of(changed).shape):
             return True
-        if _lie_alike(otherwise[changed], value_of(changed)):
+        if lie_alike(otherwise[changed], value_of(changed)):
             continue
         if may_change(changed):
             return True
@@ -71,9 +72,3 @@ def _made_otherwise(user: Node, otherwise: dict[Node, Tensor]) -> Tensor | None:
     with fake.fake_mode, enable_python_dispatcher():
         made = target(*args, **kwargs)
     return made if isinstance(made, Tensor) else None
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """In the same order, as far as that says anything: a dimension of size 1 may have any stride."""
-    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
