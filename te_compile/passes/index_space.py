@@ -246,6 +246,8 @@ def as_matrix(value: Tensor, columns: int) -> Tensor | None:
     """``value`` as [M, columns] without a copy; None if its strides do not allow that."""
     if value.dim() == 2 and same(value.shape[1], columns):
         return value
+    if not all(isinstance(size, int) for size in value.shape):
+        return _symbolic_matrix(value, columns)
     try:
         matrix = value.view(-1, columns)
     except (RuntimeError, ValueError):
@@ -254,11 +256,34 @@ def as_matrix(value: Tensor, columns: int) -> Tensor | None:
     return matrix if value.is_contiguous() or _lies_as_rows(value, columns) else None
 
 
+def _symbolic_matrix(value: Tensor, columns: int) -> Tensor | None:
+    """The same where sizes are symbols. A view would ask which of them are one, by guesses that can take minutes."""
+    cut = _cut_into_rows(value, columns)
+    if cut is None:
+        return None
+    shape, strides = value.shape, value.stride()
+    stride, inner = (_innermost(shape[part], strides[part]) for part in (slice(0, cut), slice(cut, None)))
+    return value.as_strided((product(shape[:cut]), columns), (stride, inner))
+
+
+def _innermost(sizes: Any, strides: Any) -> Any:
+    """The stride with which dimensions are walked; 1 where they hold one element."""
+    return next(
+        (stride for size, stride in zip(reversed(sizes), reversed(strides), strict=True) if not same(size, 1)), 1
+    )
+
+
 def _lies_as_rows(value: Tensor, columns: int) -> bool:
-    """Can the last dimensions, ``columns`` elements together, be walked with one stride, and those before them too?"""
+    return _cut_into_rows(value, columns) is not None
+
+
+def _cut_into_rows(value: Tensor, columns: int) -> int | None:
+    """Where the last dimensions begin, ``columns`` elements together, that one stride walks, if another walks those
+    before them; None if there are none."""
     shape, strides = value.shape, value.stride()
     cuts = [cut for cut in range(value.dim()) if same(product(shape[cut:]), columns)]
-    return any(_walked(shape[:cut], strides[:cut]) and _walked(shape[cut:], strides[cut:]) for cut in cuts)
+    walked = (cut for cut in cuts if _walked(shape[:cut], strides[:cut]) and _walked(shape[cut:], strides[cut:]))
+    return next(walked, None)
 
 
 def _walked(sizes: Any, strides: Any) -> bool:
