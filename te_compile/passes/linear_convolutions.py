@@ -10,6 +10,7 @@ has padding, dilation or groups. The channels come last for the product, and go 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,8 +52,7 @@ def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
         return False
     if all(size == 1 for size in kernel):
         return True
-    sizes = x.shape[2:]
-    has_patches = all(isinstance(s, int) and s >= k for s, k in zip(sizes, kernel, strict=True))
+    has_patches = all(size_hint(size) >= place for size, place in zip(x.shape[2:], kernel, strict=True))
     return has_patches and all(each == 1 for each in dilation)
 
 
@@ -85,13 +85,22 @@ def _patches(write: Writer, x: Node, kernel: Sequence[int]) -> Node:
     if all(size == 1 for size in kernel):
         return write.method("movedim", x, 1, -1)
     for index, size in enumerate(kernel):
-        place = 2 + 2 * index
-        count, left = divmod(value_of(x).shape[place], size)
-        whole = write.method("narrow", x, place, 0, count * size) if left else x
-        x = write.method("unflatten", whole, place, (count, size))
+        x = _cut(write, x, 2 + 2 * index, size)
     positions = [2 + 2 * index for index in range(dimensions)]
     x = write.method("permute", x, 0, *positions, 1, *(place + 1 for place in positions))
     return write.method("flatten", x, 1 + dimensions)
+
+
+def _cut(write: Writer, x: Node, place: int, size: int) -> Node:
+    """``x`` with its dimension ``place`` in pieces of ``size``, one dimension for each piece and one inside of it."""
+    whole = value_of(x).shape[place]
+    if isinstance(whole, int):
+        count, left = divmod(whole, size)
+        x = write.method("narrow", x, place, 0, count * size) if left else x
+        return write.method("unflatten", x, place, (count, size))
+    number = write.call(operator.floordiv, write.method("size", x, place), size)
+    x = write.method("narrow", x, place, 0, write.call(operator.mul, number, size))
+    return write.method("unflatten", x, place, (number, size))
 
 
 def _spelled(site: Site, kernel: Sequence[int], weights: Weights) -> tuple[Node, list[Site]]:

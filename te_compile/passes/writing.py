@@ -66,7 +66,10 @@ class Writer:
         self.written.append(node)
         node.meta.update({key: self.line.meta[key] for key in _WHERE if key in self.line.meta})
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-        fake = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor))
+        fake = next((each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)), None)
+        if fake is None:  # a number of symbolic sizes
+            node.meta["example_value"] = function(*args, **kwargs)
+            return node
         # As Dynamo does: operators in C++ do not all take symbolic sizes, and some make constants of their own.
         with fake.fake_mode, enable_python_dispatcher():
             node.meta["example_value"] = function(*args, **kwargs)

@@ -57,6 +57,31 @@ def test_a_convolution_that_is_a_linear_is_one(name: str) -> None:
     assert all(error_but_for_ties(got[name], expected[name]) < 1e-3 for name in expected)
 
 
+@pytest.mark.parametrize("name", ("patches in 1d", "patches and a rest"))
+def test_patches_of_images_of_any_size(name: str) -> None:
+    build, shape, _ = LINEARS[name]
+    model, seen = build(), []
+    fast = compiled(model, dynamic=True, strict=True, recipe="current")
+    for patches in (0, 1, 5):
+        x = torch.randn(*shape[:2], *(size + 4 * patches for size in shape[2:]), requires_grad=True)
+        with manager.recording() as records:
+            y, got = train_step(model, fast, x)
+        dx, x.grad = x.grad, None
+        seen.append([site.status for record in records for site in record.plan.sites])
+        expected_y, expected = train_step(model, lambda x: _as_linear(model, x), x)
+        assert y.shape == expected_y.shape
+        assert error_but_for_ties(y, expected_y) < 1e-4 and error_but_for_ties(dx, x.grad) < 1e-3
+        assert all(error_but_for_ties(got[name], expected[name]) < 1e-3 for name in expected)
+    assert seen == [["fp8"], [], []]
+
+
+def test_an_image_that_is_smaller_than_a_patch_is_an_error() -> None:
+    fast = compiled(nn.Conv2d(3, 48, 4, 4), dynamic=True)
+    fast(torch.randn(2, 3, 12, 16))
+    with pytest.raises(RuntimeError, match=r"[Kk]ernel size"):
+        fast(torch.randn(2, 3, 12, 2))
+
+
 @pytest.mark.parametrize(
     "call",
     (
