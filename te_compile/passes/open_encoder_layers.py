@@ -37,7 +37,7 @@ def _why_closed(a: SimpleNamespace) -> str | None:
     x = value_of(a.src)
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
         return "a Transformer layer whose input is nested or has no batch dimension; give it [N, L, E] for FP8"
-    numbers = (a.embed_dim, a.num_heads, a.use_gelu, a.norm_first, a.eps)
+    numbers = (a.embed_dim, a.num_heads, a.use_gelu, a.norm_first)  # eps only goes on, to the norms
     if any(isinstance(number, Node) for number in numbers):
         return "a Transformer layer whose options are computed in the graph; give them as Python values for FP8"
     if a.mask is not None and a.mask_type not in (_BY_SEQUENCE_PAIR, _BY_KEY, _BY_HEAD):

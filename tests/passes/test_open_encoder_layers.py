@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from te_compile.passes.find_linears import STAYS_CLOSED
 from te_compile.passes.open_encoder_layers import open_encoder_layers
 from tests.capturing import captured
+from tests.compiling import compiled, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -65,3 +66,10 @@ def test_a_layer_with_a_mask_that_is_not_understood_stays_closed_and_says_why() 
         assert open_encoder_layers(gm.graph) == 0
     assert "mask of unknown type" in fused.meta[STAYS_CLOSED]
     assert gm.graph.find_nodes(op="call_function", target=FUSED) == [fused]
+
+
+def test_a_layer_whose_epsilon_is_a_symbol_at_first_is_opened() -> None:
+    model, x = layer(), torch.randn(BATCH, 16, WIDTH)
+    with torch.no_grad():
+        y = compiled(model, dynamic=True, strict=True)(x)  # Dynamo captures floats as inputs, and as numbers thereafter
+        assert relative_error(y, model(x)) < 0.1
