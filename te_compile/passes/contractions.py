@@ -69,6 +69,13 @@ class Contraction:
     addend: Node | None = None
     alpha: float = 1.0
 
+    def turned(self) -> Contraction:
+        """The same read from the other side: ``(a · b).mT`` is ``b.mT · a.mT``."""
+        last = len(self.result) - 1
+        exchanged = {last: last - 1, last - 1: last}
+        result = tuple(exchanged.get(i, i) for i in self.result)
+        return Contraction(self.right.swapped(), self.left.swapped(), result, self.addend, self.alpha)
+
 
 def _plain(node: Node) -> Operand:
     return Operand(node, tuple(range(value_of(node).dim())))

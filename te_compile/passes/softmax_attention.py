@@ -31,7 +31,7 @@ from te_compile.passes.attention_scores import (
     scores_behind,
 )
 from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of
-from te_compile.passes.contractions import Contraction, contractions_of
+from te_compile.passes.contractions import Contraction, Operand, contractions_of, order_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
@@ -131,8 +131,11 @@ def _both_ways_from(softmax: Node) -> SoftmaxAttention | None:
 
 
 def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
-    """The product of the weights ``softmax`` with the values; ``sinks``: those put beside the scores."""
-    weights, dropout, nodes = softmax, 0.0, [softmax]
+    """The product of the weights ``softmax`` with the values; ``sinks``: those put beside the scores.
+
+    It may have the values on the left, as ``v.mT @ weights.mT``: the weights are then ``turned`` on the way.
+    """
+    weights, turned, dropout, nodes = softmax, False, 0.0, [softmax]
     while True:
         if len(weights.users) != 1:
             raise NotAttentionError(
@@ -143,27 +146,46 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
             raise NotAttentionError(
                 "its weights leave the graph before they meet the values; leave no graph break between for a fused one"
             )
-        if sinks is not None and drops_sinks(user, weights, sinks):
+        if sinks is not None and not turned and drops_sinks(user, weights, sinks):
             sinks, weights = None, user
             nodes.append(user)
             continue
-        for product in contractions_of(user):
-            if product.left.node is weights and product.left.is_plain and product.addend is None:
+        for product in _with_weights_first(user, weights, turned):
+            if product.addend is None:
                 if sinks is not None:
                     raise NotAttentionError(
                         "its sinks have values of their own; nothing to do: no fused kernel has them"
                     )
                 return _Output(user, product, dropout, [*nodes, user])
+        if _turns(user):
+            weights, turned = user, not turned
+            nodes.append(user)
+            continue
         p = _dropout_of(user)
         if p and dropout:
             raise NotAttentionError("its weights are dropped twice; use one dropout for a fused kernel")
-        is_harmless = is_cast(user) and value_of(user).is_floating_point()
+        is_harmless = called(user) == "contiguous" or (is_cast(user) and value_of(user).is_floating_point())
         if p is None and not is_harmless and not (is_tensor(user) and keeps_rows(user, weights)):
             why = f"its weights go through {name_called(user)} before they meet the values"
             raise NotAttentionError(f"{why}; nothing to do: no fused kernel computes that")
         dropout = p or dropout
         weights = user
         nodes.append(user)
+
+
+def _with_weights_first(node: Node, weights: Node, turned: bool) -> Iterator[Contraction]:
+    """Every way to read ``node`` as weights times values; ``turned``: are queries and keys of ``weights`` exchanged?"""
+    for product in contractions_of(node):
+        for each in (product, product.turned()):
+            left = each.left.swapped() if turned else each.left
+            if left.node is weights and left.is_plain:
+                yield each
+
+
+def _turns(node: Node) -> bool:
+    """Does ``node`` exchange the last two dimensions, and nothing else?"""
+    order = order_of(node)
+    return order is not None and Operand(node, order).swapped().is_plain
 
 
 def _dropout_of(node: Node) -> float | None:

@@ -289,7 +289,13 @@ def _attend(draft: Draft, names: list[str], batch: int, length: int, size: int) 
     if draft.chance(0.2):
         lines.append("s = 5.0 * torch.tanh(s / 5.0)")
     lines.append(draft.one_of("p = s.softmax(-1)", "p = F.softmax(s, dim=-1, dtype=torch.float32).to({2}.dtype)"))
-    lines.append(draft.one_of("{o0} = p @ {2}", "{o0} = F.dropout(p, 0.0) @ {2}", "{o0} = torch.matmul(p, {2})"))
+    products = (
+        "p @ {2}",
+        "F.dropout(p, 0.0) @ {2}",
+        "torch.matmul(p, {2})",
+        "({2}.mT @ p.transpose(2, 3).contiguous()).mT",
+    )
+    lines.append("{o0} = " + draft.one_of(*products))
     return draft.step("\n".join(lines), *reads)
 
 

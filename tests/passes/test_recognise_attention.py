@@ -78,6 +78,26 @@ def by_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), v).view(BATCH, HEADS, LENGTH, WIDTH)
 
 
+def values_on_the_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As autoencoders have it, which keep pictures with channels before positions."""
+    q, k, v = (x.flatten(0, 1).mT + 0 for x in (q, k, v))
+    weights = torch.softmax(torch.bmm(q.permute(0, 2, 1), k) * 0.3, dim=2)
+    return torch.bmm(v, weights.permute(0, 2, 1).contiguous()).reshape(BATCH, HEADS * WIDTH, 3, LENGTH // 3)
+
+
+def values_on_the_left_of_what_was_dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.dropout(F.softmax(q @ k.mT, dim=-1).transpose(2, 3), p=0.3, training=False)
+    return (v.mT @ weights.to(v.dtype)).view(BATCH, -1, LENGTH)
+
+
+def turned_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT, dim=-1).mT.transpose(-1, -2) @ v
+
+
+def turned_for_an_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhkq,bhkd->bqhd", F.softmax(q @ k.mT, dim=-1).mT, v).flatten(2)
+
+
 def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """By each row's largest, as softmax does itself."""
     scores = q @ k.mT * 0.5
@@ -105,7 +125,8 @@ def with_a_part_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [
     scaled_after, scaled_before, divided_in_place, divided_by_a_tensor, shifted, shifted_apart_from_gradients,
     dropped_with_nothing, by_einsum, by_einsum_keys_first, by_einsum_to_positions_first, by_bmm, by_bmm_alone,
-    viewed_as_contiguous, with_a_part_switched_off,
+    viewed_as_contiguous, with_a_part_switched_off, values_on_the_left, values_on_the_left_of_what_was_dropped,
+    turned_twice, turned_for_an_einsum,
 ])  # fmt: skip
 def test_every_form_becomes_one_call(form: Attention) -> None:
     assert_recognised(form, *operands())
@@ -114,6 +135,17 @@ def test_every_form_becomes_one_call(form: Attention) -> None:
 @pytest.mark.parametrize("form", [scaled_after, scaled_before, by_bmm])
 def test_bfloat16_stays_bfloat16_and_close(form: Attention) -> None:
     assert_recognised(form, *operands(torch.bfloat16), tolerance=2e-2)
+
+
+def test_weights_that_are_summed_over_queries_stay() -> None:
+    def spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ k.mT, dim=-1).mT @ v
+
+    def spread_from_the_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.mT @ F.softmax(q @ k.mT, dim=-1)
+
+    for form in (spread, spread_from_the_left):
+        assert_stays("no fused kernel computes that", form, *operands())
 
 
 def test_the_text_of_a_rewritten_attention() -> None:
