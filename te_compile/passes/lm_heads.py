@@ -6,7 +6,8 @@ graph by what the model returns.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -23,7 +24,7 @@ from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, keeps_values, plain_name, reached
 from te_compile.passes.routers import is_picked_from, picks
 from te_compile.passes.side_effects import depends_on
-from te_compile.passes.sizes import all_same
+from te_compile.passes.sizes import all_same, same
 
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection",
@@ -32,7 +33,8 @@ _HEAD_NAMES = {
 }  # fmt: skip
 _NAMES_OF_WIDER_HEADS = {"proj_out"}  # diffusion models call so what makes a picture's patch of their features
 _NAMES_BEHIND_POOLS = {"fc", "last_linear"}  # of networks for pictures; elsewhere they may be anything
-_HEAD_ENDINGS = ("_lm_head", "_mlp_head", "_classifier", "_logits")
+_HEAD_ENDINGS = ("_lm_head", "_mlp_head", "_classifier", "_logits", "_predictor")
+_SPECIAL_WORDS = 0.02  # of a vocabulary: the share that only its table or only its head has, as for a masked word
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax", torch._C._nn.nll_loss_nd,
     torch.logsumexp, "logsumexp", CROSS_ENTROPY,
@@ -52,7 +54,7 @@ def by_head(
 
     Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
     part of it that is called a head, a number for each word of the vocabulary, or what an ``fc``, or the end of an
-    ``nn.Sequential``, makes of a picture.
+    ``nn.Sequential``, makes of a picture. What is returned beside such logits is told by ``by_heads_beside``.
     """
     if options.lm_head:
         return None
@@ -62,18 +64,31 @@ def by_head(
         why = "its weight is tied to an embedding"
     elif _is_called_head(site.name) and not _is_router(site) and not _goes_on(site, linears):
         why = f"its name ends in {last!r}"
-    elif _enters_loss(site.node):
+    elif _enters_loss(site):
         why = "its result goes into the loss"
     elif not _is_returned(site):
         return None
     elif (head := _head_in(site)) is not None:
         why = f"the model returns its result, from its {head!r}"
-    elif site.features[1] in vocabularies(tables):
+    elif any(_has_scores_of(words, site) for words in vocabularies(tables)):
         why = "the model returns its result, as wide as the vocabulary"
     elif (last in _NAMES_BEHIND_POOLS or last.isdigit()) and _reads_a_pool(site):
         why = f"the model returns its result, from {last!r} behind a pool"
     else:
         return None
+    return _kept_because(why)
+
+
+def by_heads_beside(site: Site, heads: Sequence[Site]) -> Verdict:
+    """Logits that are returned beside others of the same classes, as those of auxiliary heads are in training;
+    ``heads``: what ``by_head`` keeps."""
+    classes = site.features[1]
+    if not _is_returned(site) or not any(head.features[1] == classes and _is_returned(head) for head in heads):
+        return None
+    return _kept_because("the model returns its result beside other logits, as many")
+
+
+def _kept_because(why: str) -> Verdict:
     return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"
 
 
@@ -93,14 +108,22 @@ def _head_in(site: Site) -> str | None:
     return None
 
 
+def _has_scores_of(words: int, site: Site) -> bool:
+    """Does ``site`` give a number for each of so many words, or but a few more or less where its result is wider than
+    what it reads?"""
+    in_features, out_features = site.features
+    others = abs(out_features - words)
+    return others == 0 or (out_features > in_features and others <= _SPECIAL_WORDS * words)
+
+
 def _is_router(site: Site) -> bool:
     """Whatever it is called, ``classifier`` say: nobody but the model sees what it gives."""
-    return is_picked_from(site) and not _is_returned(site) and not _enters_loss(site.node)
+    return is_picked_from(site) and not _is_returned(site) and not _enters_loss(site)
 
 
 def _is_returned(site: Site) -> bool:
     """Does the model return what ``site`` gives, or what are still the same logits?"""
-    return site.region.parent is None and any(user.op == "output" for user in reached(site.node, _are_still_logits))
+    return site.region.parent is None and any(user.op == "output" for user in _readers_of_logits(site))
 
 
 def _reads_a_pool(site: Site) -> bool:
@@ -131,9 +154,14 @@ def _goes_on(site: Site, linears: Collection[Node]) -> bool:
     return any(user in linears for user in reached(site.node, leads_on, limit=256))
 
 
-def _enters_loss(node: Node) -> bool:
-    """Are the logits ``node`` read by a loss, or by a softmax whose logarithm is taken or that a loss reads?"""
-    readers = list(reached(node, _are_still_logits))
+def _readers_of_logits(site: Site) -> Iterator[Node]:
+    """Who reads what ``site`` gives, or what are still the same logits."""
+    return reached(site.node, partial(_are_still_logits, site))
+
+
+def _enters_loss(site: Site) -> bool:
+    """Are the logits of ``site`` read by a loss, or by a softmax whose logarithm is taken or that a loss reads?"""
+    readers = list(_readers_of_logits(site))
     chances = [each for each in readers if plain_name(each) == "softmax"]
     readers_of_chances = (user for each in chances for user in reached(each, keeps_values))
     return any(map(_is_loss, readers)) or any(map(_reads_chances, readers_of_chances))
@@ -148,19 +176,25 @@ def _is_loss(node: Node) -> bool:
     return node.target in _LOSSES or plain_name(node) in _ATEN_LOSSES
 
 
-def _keeps_features(node: Node) -> bool:
-    """Does the mean ``node``, as of several heads or of all positions, have the features of what it reads?"""
+def _keeps_features(site: Site, node: Node) -> bool:
+    """Does the mean or the pool ``node``, as of several heads or of all places, have the features of what it reads?
+
+    They come last, but behind the batch where a convolution has made them, until they are moved, and for pools."""
     before, after = (value_of(each) for each in (node.all_input_nodes[0], node))
-    is_of_tensors = isinstance(before, Tensor) and isinstance(after, Tensor) and min(before.dim(), after.dim()) > 0
-    return is_of_tensors and all_same(before.shape[-1:], after.shape[-1:])
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or min(before.dim(), after.dim()) == 0:
+        return False
+    if plain_name(node) == "mean" and site.form != "convolution":
+        return all_same(before.shape[-1:], after.shape[-1:])
+    places = (1, -1) if plain_name(node) == "mean" else (1,)
+    return after.dim() > 1 and any(same(after.shape[place], site.features[1]) for place in places)
 
 
-def _are_still_logits(node: Node) -> bool:
-    """Are logits still logits after ``node``? So they are with a cap, a temperature or a bias, as a mean or a sum of
-    several, in a picture of another size, or with what an adapter of low rank adds; but what is added to something that
-    it was computed from is part of a residual stream."""
-    if plain_name(node) == "mean":
-        return _keeps_features(node)
+def _are_still_logits(site: Site, node: Node) -> bool:
+    """Are the logits of ``site`` still logits after ``node``? So they are with a cap, a temperature or a bias, as a
+    mean or a sum of several, in a picture of another size, or with what an adapter of low rank adds; but what is added
+    to something that it was computed from is part of a residual stream."""
+    if plain_name(node) in _POOLS:
+        return _keeps_features(site, node)
     if plain_name(node) in _RESIZES:
         return True
     if plain_name(node) not in ARITHMETIC:

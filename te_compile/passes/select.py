@@ -15,7 +15,7 @@ from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.embedding_tables import by_lookup, embedding_tables
 from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape, by_size
 from te_compile.passes.linear_cost import by_cost
-from te_compile.passes.lm_heads import by_head
+from te_compile.passes.lm_heads import by_head, by_heads_beside
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.routers import by_router
 from te_compile.passes.step_cost import too_dear_to_launch
@@ -45,6 +45,7 @@ _WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_
 def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
+    heads: list[Site] = []
     for site in plan.sites:
         for rule in RULES:
             if site.cause is not None and rule not in _WHATEVER_THE_SUPPORT:
@@ -52,7 +53,12 @@ def select_linears(plan: Plan, options: Options) -> int:
             verdict = by_head(site, options, tables, linears) if rule is by_head else rule(site, options)
             if verdict is not None:
                 site.cause, site.reason = verdict
+                heads += [site] if rule is by_head else []
                 break
+    for site in plan.selected:
+        verdict = by_heads_beside(site, heads)
+        if verdict is not None:
+            site.cause, site.reason = verdict
     for site, reason in by_cost(plan.selected, options):
         site.keep(Cause.RULE, reason)
     _one_device(plan)

@@ -364,6 +364,15 @@ def test_what_is_returned_as_wide_as_the_vocabulary_is_logits() -> None:
     assert [site.status for site in planned(model, ids, lm_head=True).sites] == ["fp8", "fp8"]
 
 
+@pytest.mark.parametrize(("words", "status"), [(1030, "kept"), (1010, "kept"), (1060, "fp8"), (900, "fp8")])
+def test_a_table_or_a_head_may_have_a_few_words_of_its_own(words: int, status: str) -> None:
+    """As one for what is masked, which is read and never written."""
+    plan = planned(Untied(words, out=nn.Linear(32, 1020)), torch.randint(0, words, (2, 5)))
+    assert [site.status for site in plan.sites] == ["fp8", status]
+    plan = planned(Untied(words, out=nn.Linear(32, 32), wide=nn.Linear(32, 32)), torch.randint(0, words, (2, 5)))
+    assert [site.status for site in plan.sites] == ["fp8", "fp8", "fp8"]
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -393,6 +402,53 @@ def test_the_fc_behind_the_pool_of_a_network_for_pictures_is_a_head() -> None:
     site = verdict(OfPictures(), torch.randn(2, 3, 8, 8))
     assert site.cause is Cause.RULE and "from 'fc' behind a pool" in site.reason
     assert verdict(OfPictures(), torch.randn(2, 3, 8, 8), lm_head=True).status == "fp8"
+
+
+@pytest.mark.parametrize(
+    "over_all_places",
+    [
+        lambda x: x.mean((2, 3)), lambda x: torch.mean(x, dim=(-2, -1), keepdim=True),
+        lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1), nn.AvgPool2d(6),
+    ],
+)  # fmt: skip
+def test_the_logits_of_all_places_are_logits_as_their_mean(over_all_places: Callable[[Tensor], Tensor]) -> None:
+    """A classifier may be a convolution, its pool behind it."""
+    stem, classifier = nn.Conv2d(3, 32, 3), nn.Sequential(nn.Dropout(), nn.Conv2d(32, 48, 1))
+    site = verdict(lambda x: over_all_places(classifier(stem(x))), torch.randn(2, 3, 8, 8))
+    assert site.cause is Cause.RULE and "from its 'classifier'" in site.reason
+    # A mean over the classes is none of logits.
+    assert verdict(lambda x: classifier(stem(x)).mean(1), torch.randn(2, 3, 8, 8)).status == "fp8"
+
+
+@pytest.mark.parametrize("last", ["cls_score", "bbox_pred"])
+def test_what_a_part_that_is_called_a_predictor_returns_is_its_prediction(last: str) -> None:
+    model = nn.ModuleDict({"box_predictor": nn.ModuleDict({last: nn.Linear(64, 32)})})
+    site = verdict(lambda x: model["box_predictor"][last](x), torch.randn(5, 64))
+    assert site.cause is Cause.RULE and "from its 'box_predictor'" in site.reason
+    assert verdict(lambda x: model["box_predictor"][last](x).relu(), torch.randn(5, 64)).status == "fp8"
+
+
+class OfManyLosses(OfPictures):
+    """Auxiliary logits of what comes before the pool beside those of ``fc``."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.aux = nn.Sequential(nn.Linear(32 * 36, 64), nn.ReLU(), nn.Linear(64, classes))
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.stem(pictures)
+        return self.fc(self.pool(features).flatten(1)), self.aux(features.flatten(1))
+
+
+def test_what_is_returned_beside_logits_of_the_same_classes_is_logits() -> None:
+    sites = planned(OfManyLosses(48), torch.randn(2, 3, 8, 8)).sites
+    status = {site.name: site.status for site in sites}
+    assert status == {"fc": "kept", "aux.0": "fp8", "aux.2": "kept"}
+    (aux,) = (site for site in sites if site.name == "aux.2")
+    assert aux.cause is Cause.RULE and "beside other logits" in aux.reason
+    for model, options in ((OfManyLosses(32), {}), (OfManyLosses(48), {"lm_head": True})):
+        sites = planned(model, torch.randn(2, 3, 8, 8), **options).sites
+        assert {site.name: site.status for site in sites}["aux.2"] == "fp8"
 
 
 def test_what_ends_a_sequence_of_layers_behind_a_pool_is_a_head() -> None:
