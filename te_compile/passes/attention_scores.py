@@ -23,7 +23,7 @@ from te_compile.passes.captured_nodes import argument, called, is_tensor, value_
 from te_compile.passes.contractions import Contraction, contractions_of, shares_queries
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.mask_numbers import DIFFERENCES, FILLS, HIDDEN, PRODUCTS, QUOTIENTS, SUMS, number_in
-from te_compile.passes.written_tensors import writes
+from te_compile.passes.written_tensors import writes, written_by
 
 _CONCATENATIONS = ("cat", "concat", "concatenate")
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}
@@ -120,7 +120,8 @@ class UnusualScoresError(NotAttentionError):
 
 
 _NO_SCORES = "what softmax is taken of is no product of queries and keys; nothing to do: no fused kernel computes that"
-SCORES_ARE_READ = "its scores are read elsewhere too; return and log none of them for a fused kernel"
+_SCORES_ARE_READ = "its scores are read elsewhere too; return and log none of them for a fused kernel"
+_SOME_ARE_CHANGED = "some of its scores are changed in place; add one bias to all of them instead for a fused kernel"
 
 
 def same_sizes(a: Any, b: Any) -> bool:
@@ -253,6 +254,11 @@ def _steps(node: Node) -> Iterator[tuple[Node, Step | Sinks | Shift | None]]:
         yield from _view(node)
 
 
+def why_not_alone(scores: Node) -> str:
+    """What else there is to ``scores`` than one reader."""
+    return _SOME_ARE_CHANGED if any(scores in written_by(user) for user in scores.users) else _SCORES_ARE_READ
+
+
 def scores_behind(node: Any) -> Scores:
     """The scores that ``node`` holds, from their product on; raises NotAttentionError where they are no plain ones."""
     if not is_tensor(node):
@@ -271,7 +277,7 @@ def scores_behind(node: Any) -> Scores:
     for source, step in _steps(node):
         readers = {node, *(step.nodes[:1] if isinstance(step, Shift) else ())}
         if len(source.users) > len(readers):
-            problem = NotAttentionError(SCORES_ARE_READ)
+            problem = NotAttentionError(why_not_alone(source))
             continue
         try:
             scores = scores_behind(source)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from te_compile.passes.attention_scores import (
-    SCORES_ARE_READ,
     Addend,
     Factor,
     Fill,
@@ -29,6 +28,7 @@ from te_compile.passes.attention_scores import (
     drops_sinks,
     same_sizes,
     scores_behind,
+    why_not_alone,
 )
 from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of
 from te_compile.passes.contractions import Contraction, Operand, contractions_of, order_of
@@ -111,7 +111,7 @@ def _both_ways_from(softmax: Node) -> SoftmaxAttention | None:
     try:
         scores = scores_behind(softmax.args[0])
         if isinstance(softmax.args[0], Node) and len(softmax.args[0].users) > 1:
-            problems.append(SCORES_ARE_READ)
+            problems.append(why_not_alone(softmax.args[0]))
     except NotAttentionError as error:
         problems.append(str(error))
         is_unusual = isinstance(error, UnusualScoresError)

@@ -182,6 +182,12 @@ def scores_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (product * 0.5).softmax(-1) @ v, product
 
 
+def some_scores_written_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    product = scores(q, k)
+    product[..., 1:, 1:] += q[..., 1:, :1]
+    return product.softmax(-1) @ v
+
+
 def result_written_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     result = scores(q, k).softmax(-1) @ v
     return result.flatten(1, 2).mul_(0.5)
@@ -206,6 +212,7 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Callable[[], list[Tensor]],
     "soft cap": ("tanh", lambda q, k, v: scores(q, k).tanh().softmax(-1) @ v, qkv, {}),
     "weights read": ("weights are read", weights_returned, qkv, {}),
     "scores read": ("scores are read", scores_returned, qkv, {}),
+    "some scores written": ("some of its scores", some_scores_written_to, qkv, {}),
     "weights alone": ("leave the graph", lambda q, k, v: scores(q, k).softmax(-1), qkv, {}),
     "shared queries": ("same for all", lambda q, k, v: torch.matmul(q[0, 0], k.mT).softmax(-1) @ v, qkv, {}),
     "head mask": ("go through mul", lambda q, k, v: (scores(q, k).softmax(-1) * q[:, :, :1, :1]) @ v, qkv, {}),
