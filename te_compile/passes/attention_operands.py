@@ -40,8 +40,8 @@ class AttentionOperands:
         product = self.found.scores.product
         left, of_left = self._stripped(product.left)
         right, of_right = self._stripped(product.right.swapped())
-        query, key = self._operand(left), self._operand(right)
-        value = self._operand(self.found.product.right.before_transpositions(self._readable))
+        operands = (left, right, self.found.product.right.before_transpositions(self._readable))
+        query, key, value = (self._in_rows(self._operand(each)) for each in operands)
         return query, key, value, of_left * (of_right * product.alpha)
 
     def beside_scores(self, x: Node, dimensions: int) -> Node:
@@ -98,6 +98,13 @@ class AttentionOperands:
                 "a batch of symbolic size is broadcast; compile with dynamic=False for a fused kernel"
             )
         return self.write.method("expand", x, *wanted, -1, -1)
+
+    def _in_rows(self, x: Node) -> Node:
+        """``x`` with the features of a position side by side, a copy where channels lie before positions: of such
+        operands no fused kernel reads any."""
+        stride, width = value_of(x).stride(-1), value_of(x).shape[-1]
+        lies_otherwise = isinstance(stride, int) and stride != 1 and not statically_known_true(width == 1)
+        return self.write.method("contiguous", x) if lies_otherwise else x
 
     def _split(self, x: Node) -> Node:
         """``x`` [B·H, …, …] with heads of their own: what it is a view of, if that has them."""

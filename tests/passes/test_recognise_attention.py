@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.text import ops_text
 from tests.compiling import compiled
 from tests.spelled_out import (
@@ -154,6 +155,12 @@ def test_the_text_of_a_rewritten_attention() -> None:
         "scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, dropout_p=0.0, "
         "scale=0.3)\ncontiguous = .contiguous(scaled_dot_product_attention)\nreturn (contiguous,)"
     )
+
+
+def test_operands_whose_channels_lie_before_positions_are_put_in_rows() -> None:
+    gm = assert_recognised(values_on_the_left, *operands())
+    (attention,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert [value_of(x).stride(-1) for x in attention.args] == [1, 1, 1]
 
 
 def test_a_result_in_another_order_is_not_taken_for_one_in_order_where_heads_are_as_many_as_positions() -> None:
