@@ -211,7 +211,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Product | None:
         return _einsum(*args)
     if func in (torch.inner, torch.tensordot):
         return _of_two(lambda left, right: func(left, right, *args[2:], **kwargs), *args[:2])
-    if func in (F.conv1d, F.conv2d, torch.conv1d, torch.conv2d):
+    if func in (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d):
         return _convolution(func, *args, **kwargs)
     if getattr(func, "__name__", "").split(".")[0] in _GROUPED:
         return _experts(*args, **kwargs)

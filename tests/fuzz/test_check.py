@@ -15,6 +15,7 @@ from te_compile.ops import linear, pointwise
 from te_compile.passes import find_linears
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.check import Case, Failure, NotOurs, check
+from tests.fuzz.emulation import Fp8Products, Scales
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Input, Program, Setting, Step
 from tests.fuzz.shrink import fails_alike, failure_of, shrink
@@ -98,6 +99,14 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self.fc(x))
+
+
+@pytest.mark.parametrize(("dimensions", "kind"), [(1, torch.nn.Conv1d), (2, torch.nn.Conv2d), (3, torch.nn.Conv3d)])
+def test_the_textbook_rounds_convolutions_of_any_dimensions(dimensions: int, kind: type[torch.nn.Module]) -> None:
+    model, x = torch.nn.Sequential(kind(32, 32, 1)), torch.randn(2, 32, *[4] * dimensions)
+    with Fp8Products(model, {"0": [True]}, Scales(None, delayed=False)):
+        rounded = model(x)
+    assert 1e-3 < float((rounded - model(x)).norm() / model(x).norm()) < 0.1
 
 
 def test_a_program_that_eager_refuses_is_no_failure() -> None:
