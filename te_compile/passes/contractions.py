@@ -24,14 +24,16 @@ _PRODUCTS_WITH_ADDEND = {torch.baddbmm, "baddbmm"}
 _SWAPS = {"transpose", "swapaxes", "swapdims"}
 
 Order = tuple[int, ...]
+OrderWithNew = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """``node`` with its dimensions in ``order``, as ``node.permute(order)`` has them."""
+    """``node`` with its dimensions in ``order``, as ``node.permute(order)`` has them; where that is None, with a new
+    one of size 1."""
 
     node: Node
-    order: Order
+    order: OrderWithNew
 
     @property
     def is_plain(self) -> bool:
@@ -46,17 +48,21 @@ class Operand:
         """The same values read from before the transpositions that made them, as far as ``may_skip`` allows."""
         operand = self
         while (order := order_of(operand.node)) is not None and may_skip(operand.node):
-            operand = Operand(source_of(operand.node), tuple(order[i] for i in operand.order))
+            before = tuple(None if i is None else order[i] for i in operand.order)
+            operand = Operand(source_of(operand.node), before)
         return operand
 
     def written(self, write: Writer) -> Node:
         """A node that holds it."""
-        if self.is_plain:
-            return self.node
-        moved = [i for i, dimension in enumerate(self.order) if dimension != i]
+        x, order = self.node, [i for i in self.order if i is not None]
+        moved = [i for i, dimension in enumerate(order) if dimension != i]
         if len(moved) == 2:
-            return write.method("transpose", self.node, *moved)
-        return write.method("permute", self.node, *self.order)
+            x = write.method("transpose", x, *moved)
+        elif moved:
+            x = write.method("permute", x, *order)
+        for place, dimension in enumerate(self.order):
+            x = write.method("unsqueeze", x, place) if dimension is None else x
+        return x
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,10 @@ def _matrices(left: Any, right: Any, addend: Node | None = None, alpha: float = 
 
 
 def _einsum(node: Node) -> Iterator[Contraction]:
-    """``torch.einsum("bhqd,bkhd->bhqk", q, k)`` and its like, read with either operand first."""
+    """``torch.einsum("bhqd,bkhd->bhqk", q, k)`` and its like, read with either operand first.
+
+    The second may lack a letter of the batch, as a head of keys that all heads of queries share does: "bkd".
+    """
     equation, *factors = node.args
     if len(factors) == 1 and isinstance(factors[0], (tuple, list)):
         factors = list(factors[0])
@@ -161,10 +170,13 @@ def _einsum(node: Node) -> Iterator[Contraction]:
         inner = [c for c in first if c in second and c not in out]
         rows = [c for c in first if c not in second]
         columns = [c for c in second if c not in first]
-        batch = [c for c in out if c in first and c in second]
+        has_batch = any(c in first and c in second for c in out)
         sizes = [value_of(operands[at]).shape[letters[at].index(c)] for c in inner for at in (0, 1)]
-        if len(inner) == len(rows) == len(columns) == 1 and {*batch, *rows, *columns} == set(out) and same(*sizes):
-            left = Operand(operands[i], tuple(first.index(c) for c in (*batch, *rows, *inner)))
-            right = Operand(operands[j], tuple(second.index(c) for c in (*batch, *inner, *columns)))
-            written = [*batch, *rows, *columns]
-            yield Contraction(left, right, tuple(written.index(c) for c in out))
+        if not len(inner) == len(columns) == 1 or {*first, *second} - {*inner} != set(out) or not same(*sizes):
+            continue
+        for row in rows if has_batch and len(rows) == 2 else rows[: len(rows) == 1]:
+            batch = [c for c in out if c in first and c != row]
+            left = Operand(operands[i], tuple(first.index(c) for c in (*batch, row, *inner)))
+            places = (second.index(c) if c in second else None for c in (*batch, *inner, *columns))
+            written = [*batch, row, *columns]
+            yield Contraction(left, Operand(operands[j], tuple(places)), tuple(written.index(c) for c in out))

@@ -245,6 +245,18 @@ def test_keys_of_one_head_are_broadcast() -> None:
     assert_recognised(run, heads(), heads(1, 7), heads(1, 7, 5))
 
 
+@pytest.mark.parametrize("keys", ["bkd", "kbd"])
+def test_einsums_in_which_all_heads_of_queries_share_one_of_keys_are_recognised(keys: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.einsum(f"bhqd,{keys}->bhqk", q * 0.3, k).softmax(dim=-1)
+        return torch.einsum(f"bhqk,{keys}->bqhd", weights, v).flatten(2)
+
+    k, v = (torch.randn(BATCH, 7, WIDTH) for _ in "kv")
+    if keys == "kbd":
+        k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
+    assert_recognised(run, heads(), k.requires_grad_(), v.requires_grad_())
+
+
 # --- dropout -------------------------------------------------------------------------------------------------------
 
 
