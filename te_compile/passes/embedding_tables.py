@@ -1,7 +1,7 @@
 """Which parameters are tables that embeddings read, and which of those have a row for each word.
 
 A head often shares its weight with such a table, or is as wide as the vocabulary; a codebook is one that is searched.
-Rows that were looked up are neither, and no weight.
+Rows that were looked up are neither, and no weight. A table may also be read by a product, with rows of zeros and a one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, is_tensor, size_hint, value_of
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.regions import Region
-from te_compile.passes.result_readers import keeps_values
+from te_compile.passes.result_readers import keeps_values, plain_name, reached
+from te_compile.passes.side_effects import depends_on
 from te_compile.passes.weight_expressions import is_given, origin
 
 _TABLES = WeakIdKeyDictionary()
@@ -32,6 +33,7 @@ _LOOKUPS: dict[Any, dict[str, tuple[int, str]]] = {
 """What looks rows up, and its arguments: where each stands, and its name."""
 
 _NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)  # bytes pick as booleans do
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _MOST_NODES = 64  # between a table and a product that are looked at
 
 
@@ -40,12 +42,44 @@ def is_table(weight: Node) -> bool:
     return any(user.target in _LOOKUPS for user in weight.users)
 
 
+def is_read_by_ones(weight: Node) -> bool:
+    """Does a product pick rows of ``weight``, in this graph, by zeros and a one for each?"""
+    readers = reached(weight, keeps_values)
+    return any(_is_one_hot(each) for reader in readers for each in reader.all_input_nodes)
+
+
 def by_lookup(site: Site, options: Options) -> Verdict:
-    """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions."""
-    if site.root_weight is None or not _is_looked_up(site):
+    """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions, and
+    what looks rows up that were found by the table itself, as entries of a codebook are."""
+    if site.root_weight is None:
         return None
-    why = "it multiplies by rows that were looked up in a table, as relative positions are, and by no weight"
-    return Cause.RULE, f"{why}; nothing to do: FP8 is for lasting weights"
+    if _is_looked_up(site):
+        why = "it multiplies by rows that were looked up in a table, as relative positions are, and by no weight"
+        return Cause.RULE, f"{why}; nothing to do: FP8 is for lasting weights"
+    if _looks_up_what_was_found(site):
+        why = "a codebook: it picks entries of a table by zeros and ones, and FP8 would round them"
+        return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+    return None
+
+
+def _looks_up_what_was_found(site: Site) -> bool:
+    """Are the rows of ``site`` zeros and a one, placed by what was computed with the very weight that they pick of?"""
+    x, table = site.x, site.root_weight
+    if x is None or table is None or x.graph is not table.graph:
+        return False
+    return _is_one_hot(x) and depends_on(x, table)
+
+
+def _is_one_hot(node: Any) -> bool:
+    """Is ``node`` made of rows of zeros with a one in each?"""
+    while isinstance(node, Node) and keeps_values(node) and node.args:
+        node = node.args[0]
+    if not isinstance(node, Node):
+        return False
+    if plain_name(node) == "scatter":
+        base, one = node.args[0], argument(node, 3, "value", node.kwargs.get("src"))
+        return isinstance(base, Node) and plain_name(base) in _ZEROS and one == 1
+    return plain_name(node) == "one_hot"
 
 
 def _is_looked_up(site: Site) -> bool:

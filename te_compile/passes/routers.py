@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, name_called
-from te_compile.passes.embedding_tables import is_table
+from te_compile.passes.embedding_tables import is_read_by_ones, is_table
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, plain_name, reached
 
@@ -27,7 +27,7 @@ def by_router(site: Site, options: Options) -> Verdict:
     """Routers pick experts, and codebooks entries: a small error flips a discrete choice."""
     if is_picked_from(site):
         weight = site.root_weight or site.weight
-        is_codebook = weight is not None and is_table(weight)
+        is_codebook = weight is not None and (is_table(weight) or is_read_by_ones(weight))
         what, picked = ("a codebook", "entries of a table") if is_codebook else ("a router", "experts")
         why = f"its result picks {picked}, and FP8 rounding would change the pick"
         return Cause.RULE, f"{what}: {why}; nothing to do: FP8 would lose accuracy"

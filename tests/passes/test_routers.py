@@ -103,3 +103,42 @@ def test_a_codebook_is_no_head_though_its_weight_is_a_table(lm_head: bool) -> No
     assert sites["table"].cause is Cause.RULE and sites["table"].reason.startswith(
         "a codebook: its result picks entries"
     )
+
+
+def _scattered(x: Tensor, picked: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], 64).scatter_(1, picked.unsqueeze(1), 1)
+
+
+ONES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scattered": _scattered,
+    "scattered into zeros like the distances": lambda x, picked: torch.zeros_like(x).scatter(1, picked[:, None], 1.0),
+    "one-hot": lambda x, picked: F.one_hot(picked, 64).to(x.dtype),
+}
+
+
+class CodebookReadByOnes(Codebook):
+    """The same, whose entries are picked by a product, as many write it."""
+
+    def __init__(self, ones: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.ones = ones
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, entries = self.encode(x), self.table.weight
+        distances = z.square().sum(-1, keepdim=True) - 2 * z @ entries.t() + entries.square().sum(1)
+        return self.decode(z + (self.ones(distances, distances.argmin(-1)) @ entries - z).detach())
+
+
+@pytest.mark.parametrize("ones", ONES)
+def test_entries_of_a_codebook_that_a_product_picks_are_not_rounded(ones: str) -> None:
+    sites = planned(CodebookReadByOnes(ONES[ones]), torch.randn(16, 64)).sites
+    found, read = (site for site in sites if site.name == "table")
+    assert found.cause is read.cause is Cause.RULE
+    assert found.reason.startswith("a codebook: its result picks entries")
+    assert read.reason.startswith("a codebook: it picks entries of a table")
+    assert [site.status for site in sites if site.name != "table"] == ["fp8", "fp8"]
+
+
+def test_a_linear_of_one_hot_codes_that_are_given_is_a_linear() -> None:
+    fc = nn.Linear(64, 32)
+    assert verdict(lambda x: fc(F.one_hot(x, 64).float()), torch.randint(0, 64, (10,))).status == "fp8"
