@@ -1,7 +1,7 @@
 """Which parameters are tables that embeddings read, and which of those have a row for each word.
 
 A head often shares its weight with such a table, or is as wide as the vocabulary; a codebook is one that is searched.
-Rows that were looked up are neither, and no weight. A table may also be read by a product, with rows of zeros and a one.
+Rows that were looked up are neither, and no weight. A product may look rows up, too, by zeros and a one for each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, is_tensor, size_hint, value_of
+from te_compile.passes.enclosing_module import enclosing_module
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.regions import Region
 from te_compile.passes.result_readers import keeps_values, plain_name, reached
@@ -24,7 +25,8 @@ from te_compile.passes.side_effects import depends_on
 from te_compile.passes.weight_expressions import is_given, origin
 
 _TABLES = WeakIdKeyDictionary()
-"""The parameters that an embedding reads in a graph captured so far: a graph break may part it from the head."""
+"""The parameters that an embedding reads in a graph captured so far, and whether they are of words: a graph break may
+part it from the head."""
 
 _LOOKUPS: dict[Any, dict[str, tuple[int, str]]] = {
     F.embedding: {"rows": (0, "input"), "table": (1, "weight")},
@@ -132,13 +134,15 @@ def embedding_tables(plan: Plan) -> set[Node | None]:
     """The parameters of ``plan`` that embeddings read, in this graph or in one before it."""
     for node, parameter in plan.parameters.items():
         if is_table(node):
-            _TABLES[parameter] = True
+            _TABLES[parameter] = _is_of_words(node) or _TABLES.get(parameter, False)
     return {node for node, parameter in plan.parameters.items() if parameter in _TABLES}
 
 
 def vocabularies(tables: Collection[Node | None]) -> set[int]:
-    """How many words there are in each embedding of words."""
-    return {size_hint(value_of(table).shape[0]) for table in tables if table is not None and _is_of_words(table)}
+    """How many words there are in each embedding of words, in this graph or in one of the same model before it."""
+    here = {size_hint(value_of(table).shape[0]) for table in tables if table is not None and _is_of_words(table)}
+    module = enclosing_module()
+    return here | {each.shape[0] for each in (module.parameters() if module is not None else ()) if _TABLES.get(each)}
 
 
 def _is_of_words(table: Node) -> bool:

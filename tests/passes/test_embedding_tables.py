@@ -37,6 +37,27 @@ def test_a_head_whose_embedding_is_behind_a_graph_break() -> None:
     assert sites["out"].cause is Cause.RULE and "tied" in sites["out"].reason
 
 
+@pytest.mark.parametrize("width", [48, 64])
+def test_what_is_as_wide_as_the_vocabulary_is_a_head_though_the_embedding_is_behind_a_graph_break(width: int) -> None:
+    class Parted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.places, self.fc = nn.Embedding(48, 32), nn.Embedding(64, 32), nn.Linear(32, 32)
+            self.generator = nn.Linear(32, width)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids) + self.places(torch.arange(ids.shape[1]))
+            torch._dynamo.graph_break()
+            return self.generator(self.fc(x))
+
+    with manager.recording() as records, torch.no_grad():
+        compiled(Parted())(torch.randint(0, 48, (2, 5)))
+    sites = {site.name: site for record in records for site in record.plan.sites}
+    assert sites["fc"].status == "fp8"
+    assert sites["generator"].status == ("kept" if width == 48 else "fp8")
+    assert width != 48 or "as wide as the vocabulary" in sites["generator"].reason
+
+
 class RelativePositions(nn.Module):
     """Scores of queries with rows of a table, which say how far apart two places are."""
 
