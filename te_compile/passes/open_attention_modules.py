@@ -147,8 +147,9 @@ def _with_own_keys(write: Writer, heads: Node, row: Node | None, zero: bool) -> 
 
 def _with_weights(
     write: Writer, a: SimpleNamespace, q: Node, k: Node, v: Node, mask: Node | None, dropout: Any
-) -> tuple[Node, Node]:
-    """Attention spelled out, for a caller who wants to see its weights: the result [N, H, L, D], and the weights."""
+) -> tuple[Node, Node | None]:
+    """Attention spelled out, for a caller who wants to see its weights: the result [N, H, L, D], and the weights, None
+    where he does not read them."""
     scaled = write.call(operator.mul, q, math.sqrt(a.num_heads / a.embed_dim_to_check))
     queries, keys, values = (write.method("flatten", part, 0, 1) for part in (scaled, k, v))
     keys = write.method("transpose", keys, -2, -1)
@@ -162,8 +163,15 @@ def _with_weights(
     if _number(dropout) > 0.0:
         weights = write.call(F.dropout, weights, p=dropout)
     result = write.method("unflatten", write.call(torch.bmm, weights, values), 0, (-1, a.num_heads))
+    if not _shows_weights(write.place):
+        return result, None
     shown = write.method("unflatten", weights, 0, (-1, a.num_heads))
     return result, write.method("mean", shown, dim=1) if a.average_attn_weights else shown
+
+
+def _shows_weights(attention: Node) -> bool:
+    """Does anybody read the weights? A module returns them unless asked not to, and most callers leave them."""
+    return any(user.args[1] == 1 and user.users for user in attention.users)
 
 
 def _is_dropped(attention: Node) -> bool:
@@ -231,7 +239,8 @@ def open_attention_modules(graph: Graph) -> int:
             # Autocast that begins inside the graph is not in force here, and the examples would lie about dtypes.
             if value_of(results[0]).dtype == value_of(attention)[0].dtype:
                 for user in list(attention.users):
-                    user.replace_all_uses_with(results[user.args[1]])
+                    if user.users:
+                        user.replace_all_uses_with(results[user.args[1]])
                     graph.erase_node(user)
                 graph.erase_node(attention)
                 opened += 1

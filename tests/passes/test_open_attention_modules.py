@@ -211,6 +211,25 @@ def test_a_view_of_a_result_works_where_it_does_in_torch(batch_first: bool, need
     assert got.keys() == dict(layer.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("unpacked", (True, False))
+@pytest.mark.parametrize("mask", MASKS)
+def test_weights_that_nobody_reads_keep_no_attention_from_one_call(mask: str, unpacked: bool) -> None:
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=random.random() < 0.5)
+    given = {name.replace("src_key", "key").replace("src", "attn"): value for name, value in MASKS[mask]().items()}
+
+    def run(x: Tensor) -> Tensor:
+        results = layer(x, x, x, **given)
+        if unpacked:
+            y, _weights = results
+            return y
+        return results[0]
+
+    assert_computes_the_same(layer, run, tokens(layer.batch_first))
+    with manager.recording() as records:
+        train_step(layer, compiled(run), tokens(layer.batch_first))
+    assert [attention.status for attention in records[0].plan.attentions] == ["recognised"]
+
+
 def test_dropout_is_that_of_the_call() -> None:
     layer = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25)
     for training, expected in ((True, 0.25), (False, 0.0)):
