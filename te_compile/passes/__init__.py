@@ -28,6 +28,7 @@ from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.join_products import join_products
 from te_compile.passes.lay_out_attention_gradients import lay_out_attention_gradients
 from te_compile.passes.lower_losses import lower_losses
+from te_compile.passes.make_apart import make_apart
 from te_compile.passes.memory import tag_memory
 from te_compile.passes.narrow_norm_gradients import narrow_norm_gradients
 from te_compile.passes.open_attention_modules import open_attention_modules
@@ -59,6 +60,7 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
     drop_unread_operands,
     drop_unread_values,  # after it, which leaves values of which only the shape was read
     follow_writes,  # after them: who only looked at a shape reads neither what was before nor what is behind a write
+    make_apart,
     open_encoder_layers,  # before the norms inside them are looked for
     open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
     recognise_attention,

@@ -67,7 +67,8 @@ _PURE_FUNCTIONS = {
     torch.masked_fill, torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.scalar_tensor,
     operator.abs, operator.pow, torch.pow, torch.clamp, torch.minimum, torch.maximum, torch.floor_divide,
     torch.remainder, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, torch.bitwise_not,
-    torch.eye, torch.flip, torch.permute, torch.flatten, torch.broadcast_to,
+    torch.eye, torch.flip, torch.permute, torch.flatten, torch.broadcast_to, torch.concat, torch.concatenate,
+    torch.hstack, torch.vstack, torch.outer, torch.meshgrid, torch.log, torch.narrow, torch.t, torch.repeat_interleave,
 }  # fmt: skip
 _PURE_METHODS = {
     "new_ones", "new_zeros", "new_full", "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "transpose",
@@ -75,6 +76,7 @@ _PURE_METHODS = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "masked_fill", "where", "repeat",
     "sub", "add", "mul", "div", "neg", "abs", "all", "any", "flatten", "detach", "half", "bfloat16", "double",
     "clamp", "pow", "flip", "movedim", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not",
+    "log", "narrow", "t", "swapaxes", "swapdims", "outer",
 }  # fmt: skip
 
 

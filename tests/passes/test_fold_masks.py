@@ -185,6 +185,41 @@ def far_above(x: Tensor) -> Tensor:
     return added_and_scaled(x) / -1e30
 
 
+def a_triangle_in_place(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu_(1)
+
+
+def filled_in_place(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[1], x.shape[1]).fill_(float("-inf")).triu_(1)
+
+
+def hidden_in_place(x: Tensor) -> Tensor:
+    hidden = torch.ones(x.shape[1], x.shape[1]).triu_(1).bool()
+    return torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def beside_an_empty_cache(x: Tensor) -> Tensor:
+    later = torch.triu(torch.full((x.shape[1], x.shape[1]), float("-inf")), diagonal=1)
+    return torch.hstack([torch.zeros((x.shape[1], 0)), later]).type_as(x)
+
+
+def by_a_grid(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    q, k = torch.meshgrid(at, at, indexing="ij")
+    return k <= q
+
+
+def a_logarithm(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1]).tril().log()
+
+
+def read_before_it_is_changed(x: Tensor) -> Tensor:
+    infinite = torch.full((x.shape[1], x.shape[1]), float("-inf"))
+    row = infinite[:1]
+    infinite.triu_(1)
+    return row.expand(x.shape[1], -1).tril(-1).nan_to_num(neginf=-3.0)
+
+
 def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many masks were folded, and the results with and without te_fp8; linears stay in high precision."""
     fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
@@ -197,7 +232,8 @@ def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("mask", [
     causal, additive, one_packed_sequence, wide_window, wide_window_both_ways, everything, added_and_scaled, a_triangle,
-    a_triangle_of_its_kind, ones_of_its_kind, ones_as_many,
+    a_triangle_of_its_kind, ones_of_its_kind, ones_as_many, a_triangle_in_place, filled_in_place, hidden_in_place,
+    beside_an_empty_cache, by_a_grid, a_logarithm,
 ])  # fmt: skip
 def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
@@ -209,7 +245,7 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 @pytest.mark.parametrize("mask", [
     window, from_data, filled_by_data, written_into, written_into_flat, written_into_data, written_into_turned,
     written_into_by_position, written_into_a_copy, filled_into_a_written_copy, a_triangle_without_a_row, a_bias,
-    far_below, far_above,
+    far_below, far_above, read_before_it_is_changed,
 ])  # fmt: skip
 def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
@@ -218,7 +254,8 @@ def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed:
 
 
 @pytest.mark.parametrize(("mask", "expected"), [
-    (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (window, 0), (from_data, 0), (far_below, 0),
+    (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (a_triangle_in_place, 1),
+    (filled_in_place, 1), (window, 0), (from_data, 0), (far_below, 0),
     (written_into_flat, 0), (written_into_a_copy, 0), (filled_into_a_written_copy, 0),
     (of_bytes, 0), (of_truths, 0), (a_triangle_without_a_row, 0),
 ])  # fmt: skip
