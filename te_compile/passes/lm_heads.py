@@ -53,8 +53,9 @@ def by_head(
     ``linears``: the nodes of all linears.
 
     Where no loss is in the graph, as in inference or where the user computes it, what the model returns tells: from a
-    part of it that is called a head, a number for each word of the vocabulary, or what an ``fc``, or the end of an
-    ``nn.Sequential``, makes of a picture. What is returned beside such logits is told by ``by_heads_beside``.
+    part of it that is called a head, a number for each word of the vocabulary, cosines with learned directions, or what
+    an ``fc``, or the end of an ``nn.Sequential``, makes of a picture. What is returned beside such logits is told by
+    ``by_heads_beside``.
     """
     if options.lm_head:
         return None
@@ -72,6 +73,8 @@ def by_head(
         why = f"the model returns its result, from its {head!r}"
     elif any(_has_scores_of(words, site) for words in vocabularies(tables)):
         why = "the model returns its result, as wide as the vocabulary"
+    elif _is_of_length_one(site.x) and _is_of_length_one(site.weight):
+        why = "the model returns its result, cosines with a direction for each class"
     elif (last in _NAMES_BEHIND_POOLS or last.isdigit()) and _reads_a_pool(site):
         why = f"the model returns its result, from {last!r} behind a pool"
     else:
@@ -132,6 +135,13 @@ def _reads_a_pool(site: Site) -> bool:
     while isinstance(node, Node) and node.args and (keeps_values(node) or plain_name(node) == "dropout"):
         node = node.args[0]
     return isinstance(node, Node) and plain_name(node) in _POOLS and not _mixes_samples(node)
+
+
+def _is_of_length_one(node: Any) -> bool:
+    """Is each vector of ``node`` divided by its length?"""
+    while isinstance(node, Node) and keeps_values(node) and node.args:
+        node = node.args[0]
+    return isinstance(node, Node) and plain_name(node) == "normalize"
 
 
 def _mixes_samples(node: Node) -> bool:

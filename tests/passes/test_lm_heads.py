@@ -471,3 +471,26 @@ def test_an_fc_is_no_head_without_a_pool_or_where_its_result_is_no_logits() -> N
     for mean, is_pool in means:
         site = verdict(lambda x, mean=mean: parts["fc"](mean(x)), torch.randn(4, 5, 32))
         assert site.status == ("kept" if is_pool else "fp8")
+
+
+class AngularMargin(nn.Module):
+    """Cosines with a direction for each class, of which that of the true one is made smaller, as faces are learned."""
+
+    def __init__(self, of_length_one: bool) -> None:
+        super().__init__()
+        self.fc, self.margin, self.of_length_one = nn.Linear(32, 32), nn.Linear(32, 48, bias=False), of_length_one
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        features, weight = self.fc(x), self.margin.weight
+        cosines = F.linear(F.normalize(features), F.normalize(weight) if self.of_length_one else weight)
+        sines = (1 - cosines.square()).clamp(min=1e-6).sqrt()
+        true = torch.zeros_like(cosines).scatter(1, classes[:, None], 1.0)
+        return (true * (cosines * 0.9 - sines * 0.4) + (1 - true) * cosines) * 30
+
+
+@pytest.mark.parametrize("of_length_one", [True, False])
+def test_cosines_with_a_direction_for_each_class_are_logits(of_length_one: bool) -> None:
+    model = AngularMargin(of_length_one)
+    sites = {site.name: site for site in planned(model, torch.randn(16, 32), torch.randint(0, 48, (16,))).sites}
+    assert sites["fc"].status == "fp8" and sites["margin"].status == ("kept" if of_length_one else "fp8")
+    assert not of_length_one or "cosines" in sites["margin"].reason
