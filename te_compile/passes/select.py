@@ -8,6 +8,9 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
 from te_compile.options import Options
@@ -35,11 +38,31 @@ def by_readers(site: Site, options: Options) -> Verdict:
     return Cause.RULE, "nobody reads its result; nothing to do: it is not computed"
 
 
-RULES = (by_user, by_readers, by_lookup, by_head, by_router, by_size, by_kind, by_dtype, by_shape, by_device)
+Rule: TypeAlias = Callable[..., Verdict]
+
+RULES: tuple[Rule, ...] = (
+    by_user,
+    by_readers,
+    by_lookup,
+    by_head,
+    by_router,
+    by_size,
+    by_kind,
+    by_dtype,
+    by_shape,
+    by_device,
+)
 """Asked in this order, before what each would gain: what the user said first, support before speed."""
 
 _WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_size)
 """Rules that would keep a linear in high precision even if te_fp8 supported it."""
+
+
+def _may_speak(rule: Rule, site: Site) -> bool:
+    """Is the verdict that ``site`` came with, if it has one, weaker than one of ``rule``?"""
+    if site.cause is None:
+        return True
+    return rule in _WHATEVER_THE_SUPPORT and not (rule is by_size and site.cause is Cause.RULE)
 
 
 def select_linears(plan: Plan, options: Options) -> int:
@@ -48,8 +71,8 @@ def select_linears(plan: Plan, options: Options) -> int:
     heads: list[Site] = []
     for site in plan.sites:
         for rule in RULES:
-            if site.cause is not None and rule not in _WHATEVER_THE_SUPPORT:
-                break
+            if not _may_speak(rule, site):
+                continue
             verdict = by_head(site, options, tables, linears) if rule is by_head else rule(site, options)
             if verdict is not None:
                 site.cause, site.reason = verdict

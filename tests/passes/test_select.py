@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from te_compile.options import Options
 from te_compile.passes.plan import Cause, StrictError
@@ -88,6 +89,13 @@ def test_strict_objects_to_missing_support_alone() -> None:
 def test_strict_does_not_object_to_what_a_rule_would_keep_anyway() -> None:
     model, x = WithWideOne(odd=(32, 2)), torch.randn(5, 32)
     planned(model, x).require_all_supported()
+
+
+@pytest.mark.parametrize("features", [(64, 1), (1, 64)])
+def test_what_only_the_model_takes_part_in_is_not_told_to_be_wider(features: tuple[int, int]) -> None:
+    sites = planned(spectral_norm(nn.Linear(*features)), torch.randn(5, features[0])).sites
+    reasons = [site.reason for site in sites if site.form == "mv"]
+    assert reasons and all("belongs to the model" in reason for reason in reasons)
 
 
 def test_the_fp8_share_leaves_out_what_rules_and_users_keep() -> None:
