@@ -52,6 +52,7 @@ def _is_linear(node: Node, x: Tensor, kernel: Sequence[Any]) -> bool:
         return False
     if all(size == 1 for size in kernel):
         return True
+    # Dynamo guards that an image of another size, where that is a symbol, holds a patch, too.
     has_patches = all(size_hint(size) >= place for size, place in zip(x.shape[2:], kernel, strict=True))
     return has_patches and all(each == 1 for each in dilation)
 
