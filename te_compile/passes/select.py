@@ -79,8 +79,9 @@ def select_linears(plan: Plan, options: Options) -> int:
                 heads += [site] if rule is by_head else []
                 break
     for site in plan.selected:
-        if verdict := by_heads_beside(site, heads):
-            site.keep(*verdict)
+        verdict = by_heads_beside(site, heads)
+        if verdict is not None:
+            site.cause, site.reason = verdict
     for site, reason in by_cost(plan.selected, options):
         site.keep(Cause.RULE, reason)
     _one_device(plan)

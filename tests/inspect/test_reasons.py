@@ -345,7 +345,7 @@ def _given_as_reasons(tree: ast.AST) -> Iterator[ast.expr]:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _REASONS:
                 yield node.args[0]
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "keep":
-                yield node.args[1]
+                yield node.args[-1]
             elif isinstance(node, ast.Return) and says_why and node.value is not None:
                 yield node.value.elts[-1] if isinstance(node.value, ast.Tuple) else node.value
 
