@@ -30,8 +30,8 @@ from tests.backend.models import Chain
 from tests.compiling import compiled, gradients, train_step
 from tests.kernels.test_replay import ON_NO_GPU
 from tests.states import scales_are_missing
-from tests.test_weight_cache import CHANGES, Launches, Packed, data
-from tests.test_weight_cache import launches as launches
+from tests.weight_changes import CHANGES, Launches, Packed, data
+from tests.weight_changes import launches as launches
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_compile import again, reset_state
 from te_compile.again import Again, Memory
 from te_compile.kernels import native
-from tests.test_weight_cache import step_of
+from tests.weight_changes import step_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
