@@ -120,12 +120,23 @@ class Look:
 
 
 def _gist(reason: str) -> str:
-    """The explanation in a reason of Dynamo's; the rest is a headline that says less, and advice."""
+    """The explanation in a reason of Dynamo's, and the setting of Dynamo's that would change it, if there is one.
+
+    The rest is a headline that says less, and advice in general.
+    """
     first, *others = (line.strip() for line in reason.splitlines())
     if first.startswith("generic_jump"):
         return "a branch on the value of a tensor"
-    explained = next((line.removeprefix("Explanation:") for line in others if line.startswith("Explanation:")), "")
-    return (explained.strip() or first).rstrip(".")
+    explained = next(_said(others, "Explanation:"), first)
+    setting = next((hint for hint in _said(others, "Hint:") if "torch._dynamo.config." in hint), "")
+    return explained + (f" (Dynamo's hint: {setting})" if setting else "")
+
+
+def _said(lines: list[str], what: str) -> Iterator[str]:
+    """What stands behind ``what`` in each line that begins so and goes on."""
+    for line in lines:
+        if line.startswith(what) and (said := line.removeprefix(what).strip().rstrip(".")):
+            yield said
 
 
 def _place(frame: FrameSummary) -> str:

@@ -39,6 +39,10 @@ from te_compile.passes.regions import Left, Region
 from te_compile.passes.summed_products import PLAIN, factors_of, sum_apart
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
+_RECURRENT = (
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+)  # fmt: skip
+"""Whole layers, which Dynamo captures where it is told to, and the cells of one step."""
 _PRODUCTS: dict[Any, str] = {
     torch.matmul: "matmul",
     operator.matmul: "matmul",
@@ -60,10 +64,7 @@ _PRODUCTS: dict[Any, str] = {
     getattr(F, "grouped_mm", torch._grouped_mm): FORM,
     F.bilinear: "bilinear",
     F.multi_head_attention_forward: "multi_head_attention",
-    torch.lstm_cell: "lstm_cell",
-    torch.gru_cell: "gru_cell",
-    torch.rnn_tanh_cell: "rnn_tanh_cell",
-    torch.rnn_relu_cell: "rnn_relu_cell",
+    **{getattr(torch, form): form for form in _RECURRENT},
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
 _PRODUCT_METHODS = {
@@ -159,21 +160,27 @@ def _other_site(region: Region, node: Node, weights: Weights) -> Site | None:
     is_left = called(node) in _PLAIN_PRODUCTS and is_tensor(left) and weights.owner(left, region) is weight
     tokens, features = _extent_on_the_left(node, left) if is_left else _extent(node, form, weight, matrices)
     site = Site("", form, region, node, tokens, features, weight=weight)
-    advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
     if weights.from_the_call.isdisjoint(node.all_input_nodes):
         why = "all that it multiplies belongs to the model, as where a weight is scaled by its norm"
         site.keep(Cause.RULE, f"{why}; nothing to do: FP8 is for products with what comes from the call")
-    in_general = OTHER_FORM if form == FORM else f"this {form} is no product that has an FP8 form; {advice}"
-    why = node.meta.get(STAYS_CLOSED, in_general)
-    site.keep(Cause.UNSUPPORTED, why)
+    site.keep(Cause.UNSUPPORTED, node.meta.get(STAYS_CLOSED) or _no_fp8_form(form))
     return site
 
 
+def _no_fp8_form(form: str) -> str:
+    """Why a product of this form has no other reason than its form to stay in high precision."""
+    if form == FORM:
+        return OTHER_FORM
+    if form in _RECURRENT:
+        return f"this {form} makes its products inside of one operator; write them out with F.linear for FP8"
+    return f"this {form} is no product that has an FP8 form; {_ADVICE}"
+
+
+_ADVICE = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
+
+
 _PLAIN_PRODUCTS = {"matmul", "mm", "bmm"}
-_AS_MODULES_STORE_THEM = {
-    "bilinear", "multi_head_attention", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-    "transformer_encoder_layer",
-}  # fmt: skip
+_AS_MODULES_STORE_THEM = {"bilinear", "multi_head_attention", "transformer_encoder_layer", *_RECURRENT}
 """Forms whose weights are [out_features, in_features], as those of nn.Linear are."""
 
 
@@ -185,7 +192,7 @@ def _extent(node: Node, form: str, weight: Node, matrices: list[Node]) -> tuple[
     tokens = rows_of(result) if isinstance(result, Tensor) and result.dim() else 1
     if form not in _AS_MODULES_STORE_THEM:
         return tokens, (math.prod((first, *others[:-1])), others[-1])
-    # A cell multiplies x by one matrix and its state by another, and adds the results: as one matrix beside the other.
+    # A recurrence multiplies x by one matrix and its state by another, and adds the results: as one beside the other.
     shapes = [list(map(size_hint, value_of(each).shape)) for each in matrices]
     return tokens, (sum(math.prod(shape[1:]) for shape in shapes if shape[0] == first), first)
 

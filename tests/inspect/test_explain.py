@@ -339,6 +339,11 @@ def test_a_break_for_which_dynamo_has_a_headline_alone_is_told_by_it() -> None:
     assert captured_graphs._gist("Headline\n  Explanation: The reason.\n") == "The reason"
 
 
+def test_a_break_that_a_setting_of_dynamos_would_mend_names_it() -> None:
+    text = "Headline\n  Explanation: No such layers.\n  Hint: Ask.\n  Hint: Set torch._dynamo.config.allow_rnn=True."
+    assert captured_graphs._gist(text) == "No such layers (Dynamo's hint: Set torch._dynamo.config.allow_rnn=True)"
+
+
 def test_amaxes_that_were_not_finite_are_reported() -> None:
     model, x = Block(), x16()
     fast = torch.compile(model, backend=te_fp8, options={"compiler": "aot_eager"})

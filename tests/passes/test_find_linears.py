@@ -343,6 +343,17 @@ def test_cells_of_recurrent_networks_are_reported(cell: Callable[..., nn.Module]
     assert row.shape == (32, 64 + 48, module.weight_ih.shape[0])
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, partial(nn.RNN, nonlinearity="relu"), nn.RNN])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_recurrent_layers_that_dynamo_captures_are_reported(layer: Callable[..., nn.Module], directions: int) -> None:
+    module = layer(64, 48, num_layers=2, bidirectional=directions == 2, batch_first=True)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        (row,) = te_compile.explain(module, torch.randn(4, 8, 64)).rows
+    assert row.status == "kept" and row.form == module.mode.lower() and row.reason
+    features = sum(weight.shape[1] for weight in module.parameters() if weight.dim() == 2)
+    assert row.shape == (4 * 8, features, module.weight_ih_l0.shape[0])
+
+
 def test_a_bilinear_is_reported_by_its_features() -> None:
     x = torch.randn(20, 32)
     site = only_site(nn.Bilinear(32, 16, 48), x, x[:, :16])
