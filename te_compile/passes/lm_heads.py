@@ -42,6 +42,7 @@ _LOSSES = {
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
 _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
+_LARGEST = {"max", "amax"}
 _RESIZES = {"interpolate", "upsample"}
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
@@ -134,7 +135,18 @@ def _reads_a_pool(site: Site) -> bool:
     node: Any = site.x
     while isinstance(node, Node) and node.args and (keeps_values(node) or plain_name(node) == "dropout"):
         node = node.args[0]
-    return isinstance(node, Node) and plain_name(node) in _POOLS and not _mixes_samples(node)
+    return isinstance(node, Node) and _is_pool(node) and not _mixes_samples(node)
+
+
+def _is_pool(node: Node) -> bool:
+    """Is ``node`` a mean, or the largest of what it reads along some dimensions?"""
+    return plain_name(node) in _POOLS or (plain_name(node) in _LARGEST and bool(_numbers(argument(node, 1, "dim"))))
+
+
+def _numbers(dims: Any) -> list[int]:
+    """The dimensions that a reduction was given, nothing unless these are numbers."""
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return [*dims] if all(isinstance(dim, int) for dim in dims) else []
 
 
 def _is_of_length_one(node: Any) -> bool:
@@ -146,13 +158,15 @@ def _is_of_length_one(node: Any) -> bool:
 
 def _mixes_samples(node: Node) -> bool:
     """Is ``node`` a mean over the first dimension too, as that of an ensemble's members, or over all?"""
-    if plain_name(node) != "mean":
+    if not _reduces(node):
         return False
-    dims, read = argument(node, 1, "dim"), value_of(node.all_input_nodes[0])
-    dims = [dims] if isinstance(dims, int) else dims
-    if not isinstance(dims, (list, tuple)) or not all(isinstance(dim, int) for dim in dims):
-        return True
-    return any(dim % read.dim() == 0 for dim in dims)
+    dims, read = _numbers(argument(node, 1, "dim")), value_of(node.all_input_nodes[0])
+    return not dims or any(dim % read.dim() == 0 for dim in dims)
+
+
+def _reduces(node: Node) -> bool:
+    """Does ``node`` leave out dimensions, wherever they are, as a pool does not?"""
+    return plain_name(node) == "mean" or plain_name(node) in _LARGEST
 
 
 def _goes_on(site: Site, linears: Collection[Node]) -> bool:
@@ -187,23 +201,24 @@ def _is_loss(node: Node) -> bool:
 
 
 def _keeps_features(site: Site, node: Node) -> bool:
-    """Does the mean or the pool ``node``, as of several heads or of all places, have the features of what it reads?
+    """Does the pool ``node``, as of several heads or of all places, have the features of what it reads?
 
     They come last, but behind the batch where a convolution has made them, until they are moved, and for pools."""
     before, after = (value_of(each) for each in (node.all_input_nodes[0], node))
+    after = after[0] if isinstance(after, tuple) else after  # the largest come with their places
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or min(before.dim(), after.dim()) == 0:
         return False
-    if plain_name(node) == "mean" and site.form != "convolution":
+    if _reduces(node) and site.form != "convolution":
         return all_same(before.shape[-1:], after.shape[-1:])
-    places = (1, -1) if plain_name(node) == "mean" else (1,)
+    places = (1, -1) if _reduces(node) else (1,)
     return after.dim() > 1 and any(same(after.shape[place], site.features[1]) for place in places)
 
 
 def _are_still_logits(site: Site, node: Node) -> bool:
     """Are the logits of ``site`` still logits after ``node``? So they are with a cap, a temperature or a bias, as a
-    mean or a sum of several, in a picture of another size, or with what an adapter of low rank adds; but what is added
-    to something that it was computed from is part of a residual stream."""
-    if plain_name(node) in _POOLS:
+    mean, a sum or the largest of several, in a picture of another size, or with what an adapter of low rank adds; but
+    what is added to something that it was computed from is part of a residual stream."""
+    if _is_pool(node):
         return _keeps_features(site, node)
     if plain_name(node) in _RESIZES:
         return True

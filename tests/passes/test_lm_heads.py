@@ -420,6 +420,35 @@ def test_the_logits_of_all_places_are_logits_as_their_mean(over_all_places: Call
     assert verdict(lambda x: classifier(stem(x)).mean(1), torch.randn(2, 3, 8, 8)).status == "fp8"
 
 
+@pytest.mark.parametrize(
+    "of_all_places",
+    [lambda x: x.amax(1), lambda x: torch.amax(x, dim=(-2,)), lambda x: x.max(1)[0], lambda x: torch.max(x, 1).values],
+)
+def test_the_largest_logits_of_all_places_are_logits(of_all_places: Callable[[Tensor], Tensor]) -> None:
+    """Each place may be labelled, and what they say added to what is said of the whole."""
+    parts = nn.ModuleDict({"head": nn.Linear(32, 48), "of_places": nn.Linear(32, 48)})
+
+    def statuses(of_several: Callable[[Tensor], Tensor]) -> dict[str, str]:
+        def run(x: Tensor) -> Tensor:
+            return parts["head"](x[:, 0]) + 0.5 * of_several(parts["of_places"](x[:, 1:]))
+
+        sites = planned(run, torch.randn(2, 9, 32)).sites
+        return {site.name.rpartition(".")[2]: site.status for site in sites}
+
+    assert statuses(of_all_places) == {"head": "kept", "of_places": "kept"}
+    # The largest logit of each place is one number and no logits, nor is what is larger than something else.
+    assert statuses(lambda x: x.amax(2)[:, :1]) == {"head": "kept", "of_places": "fp8"}
+    assert statuses(lambda x: torch.max(x, x.cos())[:, 0]) == {"head": "kept", "of_places": "fp8"}
+
+
+def test_an_fc_behind_a_pool_of_the_largest_is_a_head() -> None:
+    parts = nn.ModuleDict({"fc": nn.Linear(32, 48)})
+    pools = (lambda x: x.amax((2, 3)), True), (lambda x: x.flatten(2).max(2)[0], True), (lambda x: x.amax(0), False)
+    for pool, is_head in pools:
+        site = verdict(lambda x, pool=pool: parts["fc"](pool(x)), torch.randn(2, 32, 32, 32))
+        assert site.status == ("kept" if is_head else "fp8")
+
+
 @pytest.mark.parametrize("last", ["cls_score", "bbox_pred"])
 def test_what_a_part_that_is_called_a_predictor_returns_is_its_prediction(last: str) -> None:
     model = nn.ModuleDict({"box_predictor": nn.ModuleDict({last: nn.Linear(64, 32)})})
