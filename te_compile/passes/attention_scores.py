@@ -22,7 +22,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.contractions import Contraction, contractions_of, shares_queries
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.linear_convolutions import is_convolution
 from te_compile.passes.mask_numbers import DIFFERENCES, FILLS, HIDDEN, PRODUCTS, QUOTIENTS, SUMS, number_in
+from te_compile.passes.result_readers import keeps_values
 from te_compile.passes.written_tensors import writes, written_by
 
 _CONCATENATIONS = ("cat", "concat", "concatenate")
@@ -259,6 +261,13 @@ def why_not_alone(scores: Node) -> str:
     return _SOME_ARE_CHANGED if any(scores in written_by(user) for user in scores.users) else _SCORES_ARE_READ
 
 
+def _is_made_by_a_linear(node: Any) -> bool:
+    """Does a linear or a convolution give the numbers of ``node``, as where positions say themselves what to weigh?"""
+    while isinstance(node, Node) and keeps_values(node) and node.args:
+        node = node.args[0]
+    return isinstance(node, Node) and (called(node) == "linear" or is_convolution(node))
+
+
 def scores_behind(node: Any) -> Scores:
     """The scores that ``node`` holds, from their product on; raises NotAttentionError where they are no plain ones."""
     if not is_tensor(node):
@@ -269,6 +278,8 @@ def scores_behind(node: Any) -> Scores:
             addend = [] if product.addend is None else [Addend(product.addend, False, value.dim(), value.dtype)]
             return Scores(product, [*addend], [node])
     if node.op not in ("call_function", "call_method"):
+        raise NotAttentionError(_NO_SCORES)
+    if _is_made_by_a_linear(node):
         raise NotAttentionError(_NO_SCORES)
     if shares_queries(node):
         raise NotAttentionError("its queries are the same for all of the batch; expand them to it for a fused kernel")

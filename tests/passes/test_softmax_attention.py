@@ -123,6 +123,20 @@ def _of_queries_without_a_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(torch.matmul(q[0, 0], k.mT) * 0.25, dim=-1) @ v
 
 
+def _of_a_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What each position makes of itself is weighed, as an outlook on its neighbours is."""
+    batch, heads, length, width = q.shape
+    outlook = F.linear(q.transpose(1, 2).flatten(2), torch.ones(heads * length, heads * width))
+    scores = outlook.reshape(batch, length, heads, length).permute(0, 2, 1, 3) * 0.25
+    return F.softmax(scores, dim=-1) @ v
+
+
+def _of_a_convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mixed = F.conv2d(q, torch.ones(q.shape[1], q.shape[1], 1, 1))
+    scores = mixed.flatten(2).unflatten(2, (-1, v.shape[2]))
+    return F.softmax(scores, dim=-1) @ v
+
+
 def _weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT, dim=-1)
 
@@ -131,6 +145,8 @@ def _weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("narrows torch.float64 to torch.float32", _narrowed_by_its_softmax),
     ("narrows torch.bfloat16 to torch.float16", _to_a_shorter_range_by_its_softmax),
     ("tanh", _softcapped),
+    ("no product of queries and keys", _of_a_linear),
+    ("no product of queries and keys", _of_a_convolution),
     ("queries are the same for all of the batch", _of_queries_without_a_batch),
     ("weights are read elsewhere", _weights_returned),
     ("weights leave the graph", _weights_alone),
