@@ -42,7 +42,7 @@ _LOSSES = {
 _LOSSES |= {torch._C._nn.cross_entropy_loss} if hasattr(torch._C._nn, "cross_entropy_loss") else set()
 _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
-_LARGEST = {"max", "amax"}
+_POOLS_ALONG_DIMENSIONS = {"sum", "max", "amax"}
 _RESIZES = {"interpolate", "upsample"}
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
@@ -139,8 +139,9 @@ def _reads_a_pool(site: Site) -> bool:
 
 
 def _is_pool(node: Node) -> bool:
-    """Is ``node`` a mean, or the largest of what it reads along some dimensions?"""
-    return plain_name(node) in _POOLS or (plain_name(node) in _LARGEST and bool(_numbers(argument(node, 1, "dim"))))
+    """Is ``node`` a mean, or the sum or the largest of what it reads along some dimensions?"""
+    name = plain_name(node)
+    return name in _POOLS or (name in _POOLS_ALONG_DIMENSIONS and bool(_numbers(argument(node, 1, "dim"))))
 
 
 def _numbers(dims: Any) -> list[int]:
@@ -166,7 +167,7 @@ def _mixes_samples(node: Node) -> bool:
 
 def _reduces(node: Node) -> bool:
     """Does ``node`` leave out dimensions, wherever they are, as a pool does not?"""
-    return plain_name(node) == "mean" or plain_name(node) in _LARGEST
+    return plain_name(node) == "mean" or plain_name(node) in _POOLS_ALONG_DIMENSIONS
 
 
 def _goes_on(site: Site, linears: Collection[Node]) -> bool:

@@ -310,6 +310,23 @@ def test_logits_that_are_the_mean_of_several_heads_are_logits() -> None:
     assert [site.status for site in plan.sites] == ["fp8", "fp8", "fp8"]
 
 
+@pytest.mark.parametrize("along", [0, (1,)])
+def test_logits_that_are_a_weighted_sum_of_a_stack_of_heads_are_logits(along: int | tuple[int, ...]) -> None:
+    """Each of several depths may have a head, and what each counts may be learned."""
+    heads = nn.ModuleDict({"heads": nn.ModuleList(nn.Linear(32, 48) for _ in range(3))})
+    shares, place = torch.randn(3), along if isinstance(along, int) else along[0]
+
+    def run(x: Tensor) -> Tensor:
+        return torch.stack([shares[i] * head(x) for i, head in enumerate(heads["heads"])], place).sum(along)
+
+    sites = planned(run, torch.randn(5, 32)).sites
+    assert [site.status for site in sites] == ["kept"] * 3
+    assert all("from its 'heads'" in site.reason for site in sites)
+    # The sum over the classes is none of logits.
+    (site,) = planned(lambda x: heads["heads"][0](x).sum(-1, keepdim=True), torch.randn(5, 32)).sites
+    assert site.status == "fp8"
+
+
 def test_logits_that_are_the_sum_of_two_heads_are_logits() -> None:
     a, b, target = nn.Linear(32, 32), nn.Linear(32, 32), torch.arange(5)
     plan = planned(lambda x, target: F.cross_entropy((a(x) + b(x).float()) / 2, target), torch.randn(5, 32), target)
