@@ -28,6 +28,7 @@ from te_compile.passes.result_readers import keeps_values
 from te_compile.passes.written_tensors import writes, written_by
 
 _CONCATENATIONS = ("cat", "concat", "concatenate")
+_NORMS = {"batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"}
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", torch.reshape, torch.flatten}
 
 
@@ -262,10 +263,14 @@ def why_not_alone(scores: Node) -> str:
 
 
 def _is_made_by_a_linear(node: Any) -> bool:
-    """Does a linear or a convolution give the numbers of ``node``, as where positions say themselves what to weigh?"""
-    while isinstance(node, Node) and keeps_values(node) and node.args:
-        node = node.args[0]
-    return isinstance(node, Node) and (called(node) == "linear" or is_convolution(node))
+    """Does a linear or a convolution give the numbers of ``node``, as where positions say themselves what to weigh?
+    They may be normalised, or go through whatever else is given nothing but them."""
+    while isinstance(node, Node) and node.args and not any(contractions_of(node)):
+        if called(node) == "linear" or is_convolution(node):
+            return True
+        goes_on = keeps_values(node) or called(node) in _NORMS or len(node.all_input_nodes) == 1
+        node = node.args[0] if goes_on else None
+    return False
 
 
 def scores_behind(node: Any) -> Scores:

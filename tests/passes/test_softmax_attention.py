@@ -132,7 +132,7 @@ def _of_a_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _of_a_convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mixed = F.conv2d(q, torch.ones(q.shape[1], q.shape[1], 1, 1))
+    mixed = F.group_norm(F.conv2d(q, torch.ones(q.shape[1], q.shape[1], 1, 1)), 1, torch.ones(q.shape[1])).relu()
     scores = mixed.flatten(2).unflatten(2, (-1, v.shape[2]))
     return F.softmax(scores, dim=-1) @ v
 
