@@ -33,6 +33,7 @@ from te_compile.passes.attention_scores import (
 from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of
 from te_compile.passes.contractions import Contraction, Operand, contractions_of, order_of
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.result_readers import keeps_values, reached
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
 
@@ -138,9 +139,7 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
     weights, turned, dropout, nodes = softmax, False, 0.0, [softmax]
     while True:
         if len(weights.users) != 1:
-            raise NotAttentionError(
-                "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
-            )
+            raise NotAttentionError(_why_read_elsewhere(weights))
         user = next(iter(weights.users))
         if user.op == "output":
             raise NotAttentionError(
@@ -171,6 +170,13 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
         dropout = p or dropout
         weights = user
         nodes.append(user)
+
+
+def _why_read_elsewhere(weights: Node) -> str:
+    """What else is done to ``weights``: a model returns them, or combines parts of them, say, before the values."""
+    if any(user.op == "output" for user in reached(weights, keeps_values)):
+        return "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
+    return "its weights are read in several places; use them in one product with the values alone for a fused kernel"
 
 
 def _with_weights_first(node: Node, weights: Node, turned: bool) -> Iterator[Contraction]:

@@ -123,6 +123,11 @@ def _of_queries_without_a_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(torch.matmul(q[0, 0], k.mT) * 0.25, dim=-1) @ v
 
 
+def _a_difference_of_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.softmax(q @ k.mT, dim=-1)
+    return (weights[:, ::2] - 0.5 * weights[:, 1::2]) @ v[:, ::2]
+
+
 def _of_a_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What each position makes of itself is weighed, as an outlook on its neighbours is."""
     batch, heads, length, width = q.shape
@@ -149,6 +154,7 @@ def _weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("no product of queries and keys", _of_a_convolution),
     ("queries are the same for all of the batch", _of_queries_without_a_batch),
     ("weights are read elsewhere", _weights_returned),
+    ("weights are read in several places", _a_difference_of_weights),
     ("weights leave the graph", _weights_alone),
     ("scores are read elsewhere", _scores_returned),
     ("weights go through mul", _head_mask),
