@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from te_compile.passes.attention_calls import attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
+from te_compile.passes.fold_masks import MASK_STAYS
 from te_compile.passes.side_effects import changes_after, may_change, undisturbed
 
 UNDONE = "te_undone_heads"
@@ -79,12 +80,20 @@ def _unrepeated(node: Any) -> Node | None:
     return source if same_sizes((batch, *rest), (new_batch, *new_rest)) else None
 
 
+def _what_to_do_about_the_mask(attention: Node) -> str:
+    """For a report that says first why the mask stays: a bias has to, and a window hides something for sure."""
+    why = attention.meta.get(MASK_STAYS)
+    if why is None:
+        return "leave it out where it hides nothing"
+    return "nothing to do: the mask has to stay" if "; nothing to do: " in why else "take the advice on the mask"
+
+
 def why_not_shared(attention: Node) -> str:
     """Why no fused kernel computes this attention with heads shared; "" if one does."""
     query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
     widths = {query.shape[-1], value.shape[-1]}
     if argument(attention, 3, "attn_mask") is not None:
-        return "with a mask no fused kernel shares them; leave it out where it hides nothing"
+        return f"with a mask no fused kernel shares them; {_what_to_do_about_the_mask(attention)}"
     if value_of(attention).dtype not in _DTYPES:
         return f"in {value_of(attention).dtype} no fused kernel shares them; use bfloat16 or float16"
     if len(widths) != 1 or not all(isinstance(width, int) and width <= _WIDEST for width in widths):

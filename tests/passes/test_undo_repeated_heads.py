@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph
 
+import te_compile
 from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.text import ops_text
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
@@ -139,3 +140,33 @@ def test_heads_written_into_after_they_were_copied_stay() -> None:
         return F.scaled_dot_product_attention(q, keys, values) + k.sum()
 
     assert changed(run, heads(HEADS), heads(SHARED), heads(SHARED))[0] == 0
+
+
+class Masked(nn.Module):
+    """Attention with shared heads and a mask or a bias: learned, given or a window's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.bias = kind, nn.Parameter(torch.randn(LENGTH, LENGTH))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        places = torch.arange(LENGTH)
+        behind = places[:, None] - places
+        mask = {"learned": self.bias, "given": given, "window": (behind >= 0) & (behind < 2)}[self.kind]
+        return F.scaled_dot_product_attention(q, by_expansion(k), by_expansion(v), attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_the_mask", "advice"),
+    [
+        ("learned", "nothing to do: it has to be added", "nothing to do: the mask has to stay"),
+        ("given", "call without it where it hides nothing", "take the advice on the mask"),
+        ("window", "use bfloat16 or float16 on a GPU", "take the advice on the mask"),
+    ],
+)
+def test_heads_that_stay_copied_for_a_mask_need_what_the_mask_needs(kind: str, of_the_mask: str, advice: str) -> None:
+    q, k, v = (heads(count, torch.float32) for count in (HEADS, SHARED, SHARED))
+    [attention] = te_compile.explain(Masked(kind), q, k, v, torch.randn(LENGTH, LENGTH)).attentions
+    assert (attention.mask, attention.heads) == ("kept", "copied")
+    assert of_the_mask in attention.mask_reason
+    assert attention.heads_reason == f"with a mask no fused kernel shares them; {advice}"
