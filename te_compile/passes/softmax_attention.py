@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Node
 
 from te_compile.passes.attention_scores import (
@@ -36,7 +37,9 @@ from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.result_readers import keeps_values, reached
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
+from te_compile.passes.written_tensors import written_by
 
+_FAR = 64  # nodes
 _RESHAPES = ("view", "reshape", "unflatten", "flatten")
 
 
@@ -122,6 +125,8 @@ def _both_ways_from(softmax: Node) -> SoftmaxAttention | None:
             output, scores.sinks = _scaled(softmax, output)
             problems = [] if scores.sinks is not None else problems
     except NotAttentionError as error:
+        if _only_picks(softmax):
+            return None
         problems.append(str(error))
     if scores is None and output is None and not is_unusual:
         return None
@@ -177,6 +182,23 @@ def _why_read_elsewhere(weights: Node) -> str:
     if any(user.op == "output" for user in reached(weights, keeps_values)):
         return "its weights are read elsewhere too; set output_attentions=False, need_weights=False for a fused one"
     return "its weights are read in several places; use them in one product with the values alone for a fused kernel"
+
+
+def _only_picks(softmax: Node) -> bool:
+    """Do the weights ``softmax`` end in comparisons and places alone, as where they pick the blocks that another
+    attention looks at? They meet no values then."""
+    readers = list(reached(softmax, _holds_numbers, limit=_FAR))
+    read = {softmax, *readers}
+    is_apart = all(written in read for each in readers for written in written_by(each))
+    return len(read) < _FAR and is_apart and not any(each.op == "output" for each in readers)
+
+
+def _holds_numbers(node: Node) -> bool:
+    """May ``node`` be, or hold, numbers that are neither sizes, places nor what a comparison gives?"""
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, (int, torch.SymInt))
 
 
 def _with_weights_first(node: Node, weights: Node, turned: bool) -> Iterator[Contraction]:

@@ -202,6 +202,44 @@ def test_a_softmax_over_another_dimension_or_of_something_else_is_none_of_our_bu
         assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
 
 
+def _allowed_by_the_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.softmax(q @ k.mT, dim=-1)
+    return weights >= weights.sort(dim=-1).values[..., 1:2]
+
+
+def _allowed_by_their_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    sizes, places = F.softmax(q @ k.mT, dim=-1).sort(dim=-1)
+    return (sizes.cumsum_(-1) >= 0.2).int().gather(-1, places.argsort(-1)).bool()
+
+
+def _allowed_by_places(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    places = F.softmax(q @ k.mT, dim=-1).topk(2, dim=-1).indices
+    return torch.zeros(*q.shape[:-1], k.shape[-2], dtype=torch.bool).scatter(-1, places, True)
+
+
+@pytest.mark.parametrize("allowed", [_allowed_by_the_largest, _allowed_by_their_sum, _allowed_by_places])
+def test_weights_that_only_pick_what_another_attention_sees_are_no_attention(allowed: Attention) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed(q, k, v))
+
+    count, gm, _ = rewritten(run, *operands())
+    assert count == 0 and not any(STAYS in node.meta for node in gm.graph.nodes)
+
+
+def test_weights_that_are_kept_or_meet_values_in_an_unusual_way_stay_and_say_why() -> None:
+    def kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        memory = torch.zeros(*q.shape[:-1], k.shape[-2], dtype=q.dtype)
+        memory.copy_(F.softmax(q @ k.mT, dim=-1))
+        return memory @ v
+
+    def picked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes, places = F.softmax(q @ k.mT, dim=-1).topk(2, dim=-1)
+        return torch.zeros_like(q @ k.mT).scatter(-1, places, sizes) @ v
+
+    assert_stays("weights go through copy_", kept, *operands())
+    assert_stays("weights go through topk", picked, *operands())
+
+
 def test_a_sum_over_what_one_operand_broadcasts_is_no_product_of_matrices() -> None:
     """einsum repeats a letter's only element, as matmul does not."""
 
