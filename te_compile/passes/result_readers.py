@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Node
 
 from te_compile.passes.captured_nodes import name_called
+from te_compile.passes.written_tensors import written_by
 
 SAME_VALUES = {
     "view", "reshape", "float", "to", "type", "contiguous", "flatten", "transpose", "squeeze", "unsqueeze", "permute",
@@ -33,6 +34,16 @@ def reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> Ite
                 yield user
                 if through(user):
                     waiting.append(user)
+
+
+def all_reached(node: Node, through: Callable[[Node], bool], limit: int = 64) -> list[Node] | None:
+    """What ``reached`` gives where that is all that becomes of ``node``; None where it leaves the graph, is written to
+    what was there before, or goes on for too long."""
+    readers = list(reached(node, through, limit))
+    known = {node, *readers}
+    if len(known) >= limit or any(each.op == "output" for each in readers):
+        return None
+    return readers if all(written in known for each in readers for written in written_by(each)) else None
 
 
 def plain_name(node: Node) -> str:

@@ -1,19 +1,22 @@
 """Keep routers and codebooks in high precision: linears whose largest or smallest results decide what is computed next.
 
-They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise.
+They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise. Where a router has
+several layers, those before its last are kept with it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
+import torch
 from torch.fx import Node
 
 from te_compile.options import Options
-from te_compile.passes.captured_nodes import argument, name_called
+from te_compile.passes.captured_nodes import argument, name_called, value_of
 from te_compile.passes.embedding_tables import is_read_by_ones, is_table
 from te_compile.passes.plan import Cause, Site, Verdict
-from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, plain_name, reached
+from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, all_reached, plain_name, reached
 
 _ROUTING = {
     "topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax", "logsigmoid", "log_sigmoid",
@@ -32,6 +35,24 @@ def by_router(site: Site, options: Options) -> Verdict:
         why = f"its result picks {picked}, and FP8 rounding would change the pick"
         return Cause.RULE, f"{what}: {why}; nothing to do: FP8 would lose accuracy"
     return None
+
+
+def by_router_behind(site: Site, routers: Collection[Site], linears: Collection[Node]) -> Verdict:
+    """The layers before a router's last, in the same module, which nothing else reads: what they round moves the pick
+    as well. ``routers``: what is known as one; ``linears``: the nodes of all linears."""
+    module = site.name.rpartition(".")[0]
+    beside = {each.node for each in routers if module and each.name.rpartition(".")[0] == module}
+    if not beside.intersection(reached(site.node, lambda node: node not in beside)):
+        return None
+    readers = all_reached(site.node, lambda node: node not in beside and not _is_a_size(node))
+    if readers is None or not beside.issuperset(node for node in readers if node in linears):
+        return None
+    why = "only what picks experts or entries reads its result, and FP8 rounding would change the pick"
+    return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+
+
+def _is_a_size(node: Node) -> bool:
+    return isinstance(value_of(node), (int, torch.SymInt))
 
 
 def is_picked_from(site: Site) -> bool:

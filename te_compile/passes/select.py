@@ -20,7 +20,7 @@ from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape
 from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.lm_heads import by_head, by_heads_beside
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
-from te_compile.passes.routers import by_router
+from te_compile.passes.routers import by_router, by_router_behind
 from te_compile.passes.step_cost import too_dear_to_launch
 from te_compile.passes.written_tensors import writes
 
@@ -69,6 +69,7 @@ def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
     heads: list[Site] = []
+    routers: list[Site] = []
     for site in plan.sites:
         for rule in RULES:
             if not _may_speak(rule, site):
@@ -77,11 +78,17 @@ def select_linears(plan: Plan, options: Options) -> int:
             if verdict is not None:
                 site.cause, site.reason = verdict
                 heads += [site] if rule is by_head else []
+                routers += [site] if rule is by_router else []
                 break
     for site in plan.selected:
         verdict = by_heads_beside(site, heads)
         if verdict is not None:
             site.cause, site.reason = verdict
+    for site in reversed(plan.selected):
+        verdict = by_router_behind(site, routers, linears)
+        if verdict is not None:
+            site.cause, site.reason = verdict
+            routers.append(site)
     for site, reason in by_cost(plan.selected, options):
         site.keep(Cause.RULE, reason)
     _one_device(plan)

@@ -34,12 +34,10 @@ from te_compile.passes.attention_scores import (
 from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of
 from te_compile.passes.contractions import Contraction, Operand, contractions_of, order_of
 from te_compile.passes.drop_noop_casts import is_cast
-from te_compile.passes.result_readers import keeps_values, reached
+from te_compile.passes.result_readers import all_reached, keeps_values, reached
 from te_compile.passes.scales_of_sinks import scaled_by_sinks
 from te_compile.passes.side_effects import changes_after, undisturbed
-from te_compile.passes.written_tensors import written_by
 
-_FAR = 64  # nodes
 _RESHAPES = ("view", "reshape", "unflatten", "flatten")
 
 
@@ -187,10 +185,7 @@ def _why_read_elsewhere(weights: Node) -> str:
 def _only_picks(softmax: Node) -> bool:
     """Do the weights ``softmax`` end in comparisons and places alone, as where they pick the blocks that another
     attention looks at? They meet no values then."""
-    readers = list(reached(softmax, _holds_numbers, limit=_FAR))
-    read = {softmax, *readers}
-    is_apart = all(written in read for each in readers for written in written_by(each))
-    return len(read) < _FAR and is_apart and not any(each.op == "output" for each in readers)
+    return all_reached(softmax, _holds_numbers) is not None
 
 
 def _holds_numbers(node: Node) -> bool:

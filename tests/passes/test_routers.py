@@ -71,6 +71,63 @@ def test_a_router_is_no_head_whatever_it_is_called() -> None:
     assert "projection to logits" in verdict(beside_its_scores, x).reason
 
 
+class Gated(nn.Module):
+    """Two experts for each row, picked by a router of three layers; ``more`` is made of what its first layers give."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor | int] = lambda hidden: 0) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.SiLU(inplace=True))
+        self.gate.add_module("last", nn.Linear(32, 16))
+        self.before, self.expert, self.more = nn.Linear(32, 32), nn.Linear(32, 32), more
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        hidden = self.gate[:4](x)
+        chances, picked = self.gate.last(hidden).softmax(-1).topk(2)
+        return self.expert(x * chances.sum(-1, keepdim=True)) * picked.sum(-1, keepdim=True) + self.more(hidden)
+
+
+def _statuses(model: nn.Module, *inputs: Tensor, **options: bool) -> dict[str, str]:
+    return {site.name: site.status for site in planned(model, *inputs, **options).sites}
+
+
+def test_a_router_of_several_layers_keeps_the_precision_of_all() -> None:
+    sites = {site.name: site for site in planned(Gated(), torch.randn(10, 32)).sites}
+    kept = {name for name, site in sites.items() if site.status == "kept"}
+    assert kept == {"gate.0", "gate.2", "gate.last"}
+    assert all(sites[name].cause is Cause.RULE for name in kept)
+    assert "only what picks experts" in sites["gate.0"].reason and "a router: " in sites["gate.last"].reason
+
+
+def test_how_many_rows_a_routers_layer_has_may_be_read_elsewhere() -> None:
+    x = torch.randn(10, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    statuses = _statuses(Gated(lambda hidden: hidden.shape[0]), x)
+    assert [name for name, status in statuses.items() if status == "kept"] == ["gate.0", "gate.2", "gate.last"]
+
+
+@pytest.mark.parametrize(
+    "more", [lambda hidden: hidden, lambda hidden: (hidden > 0).any(), lambda hidden: hidden.sum()]
+)
+def test_what_is_read_by_more_than_a_router_is_no_layer_of_it(more: Callable[[Tensor], Tensor]) -> None:
+    statuses = _statuses(Gated(more), torch.randn(10, 32))
+    assert [name for name, status in statuses.items() if status == "kept"] == ["gate.last"]
+
+
+def test_what_lies_before_a_pick_outside_of_its_module_is_no_router() -> None:
+    """As all of a model whose words are picked in the same graph."""
+
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.words = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.words(self.layers(x)).argmax(-1)
+
+    assert _statuses(Greedy(), torch.randn(10, 32)) == {"layers.0": "fp8", "layers.2": "fp8", "words": "kept"}
+
+
 def test_the_largest_values_alone_are_no_pick() -> None:
     """As a pooling over points takes them."""
     fc = nn.Linear(32, 32)
