@@ -20,6 +20,7 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.embedding_tables import is_table, vocabularies
+from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape, by_size
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, keeps_values, plain_name, reached
 from te_compile.passes.routers import is_picked_from, picks
@@ -44,6 +45,11 @@ _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
 _POOLS_ALONG_DIMENSIONS = {"sum", "max", "amax"}
 _RESIZES = {"interpolate", "upsample"}
+_GIVE_STATES = {
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "multi_head_attention", "transformer_encoder_layer",
+}  # fmt: skip
+_SUPPORT = (by_size, by_kind, by_dtype, by_shape, by_device)
+_LM_HEAD = "lm_head=True puts it in FP8"
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
 
@@ -58,7 +64,7 @@ def by_head(
     an ``fc``, or the end of an ``nn.Sequential``, makes of a picture. What is returned beside such logits is told by
     ``by_heads_beside``.
     """
-    if options.lm_head:
+    if options.lm_head or site.form in _GIVE_STATES:
         return None
     last = site.name.rpartition(".")[2]
     weight = site.root_weight or site.weight
@@ -80,7 +86,8 @@ def by_head(
         why = f"the model returns its result, from {last!r} behind a pool"
     else:
         return None
-    return _kept_because(why)
+    stays = site.cause is not None or any(rule(site, options) for rule in _SUPPORT)
+    return _kept_because(why, "nothing to do: lm_head=True would leave it, too" if stays else _LM_HEAD)
 
 
 def by_heads_beside(site: Site, heads: Sequence[Site]) -> Verdict:
@@ -92,8 +99,8 @@ def by_heads_beside(site: Site, heads: Sequence[Site]) -> Verdict:
     return _kept_because("the model returns its result beside other logits, as many")
 
 
-def _kept_because(why: str) -> Verdict:
-    return Cause.RULE, f"projection to logits ({why}); lm_head=True puts it in FP8"
+def _kept_because(why: str, advice: str = _LM_HEAD) -> Verdict:
+    return Cause.RULE, f"projection to logits ({why}); {advice}"
 
 
 def _is_called_head(name: str) -> bool:

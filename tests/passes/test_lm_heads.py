@@ -540,3 +540,17 @@ def test_cosines_with_a_direction_for_each_class_are_logits(of_length_one: bool)
     sites = {site.name: site for site in planned(model, torch.randn(16, 32), torch.randint(0, 48, (16,))).sites}
     assert sites["fc"].status == "fp8" and sites["margin"].status == ("kept" if of_length_one else "fp8")
     assert not of_length_one or "cosines" in sites["margin"].reason
+
+
+@pytest.mark.parametrize(("classes", "advice"), [(32, "lm_head=True puts it in FP8"), (2, "nothing to do: ")])
+def test_lm_head_is_advised_only_where_it_changes_something(classes: int, advice: str) -> None:
+    model, x = Named(classifier=(32, classes)), torch.randn(10, 32)
+    site = verdict(model, x)
+    assert site.cause is Cause.RULE and site.reason.rpartition("; ")[2].startswith(advice)
+    assert (verdict(model, x, lm_head=True).status == "fp8") is (classes == 32)
+
+
+def test_the_state_of_a_cell_is_no_logits_wherever_the_cell_is() -> None:
+    head, x = nn.ModuleDict({"head": nn.GRUCell(32, 32)}), torch.randn(10, 32)
+    site = verdict(lambda x: head["head"](x), x)
+    assert site.form == "gru_cell" and site.cause is Cause.UNSUPPORTED and "no product" in site.reason
