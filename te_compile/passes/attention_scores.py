@@ -34,8 +34,8 @@ _RESHAPES = {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", 
 
 @dataclass(frozen=True)
 class Factor:
-    """Scores times (or divided by) a number, or a tensor that is the same for all keys of a query. ``dimensions``: how
-    many the scores have there."""
+    """Scores times (or divided by) a number, which may be symbolic, or a tensor that is the same for all keys of a
+    query. ``dimensions``: how many the scores have there."""
 
     by: Any
     divides: bool
@@ -202,6 +202,8 @@ def _factor(node: Node) -> Iterator[tuple[Node, Step | None]]:
         number = number_in(by)
         if number is not None:
             yield scores, Factor(number, divides, value_of(scores).dim())
+        elif isinstance(by, Node) and isinstance(value_of(by), torch.SymFloat):
+            yield scores, Factor(by, divides, value_of(scores).dim())  # a float attribute where all is dynamic
         elif is_tensor(by) and (value_of(by).dim() == 0 or statically_known_true(value_of(by).shape[-1] == 1)):
             yield scores, Factor(by, divides, value_of(scores).dim())
 

@@ -32,6 +32,16 @@ def value_of(node: Any) -> Any:
     return None if node is None else node.meta.get("example_value")
 
 
+def settled_number(given: Any) -> float | None:
+    """The number ``given``, or that of a node that holds one on which the graph is guarded already; None otherwise.
+
+    Where all is dynamic a module's float is symbolic, until an operator asks what it is, as dropout does."""
+    value = value_of(given) if isinstance(given, Node) else given
+    if isinstance(value, torch.SymFloat):
+        return value.node.maybe_as_float()
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
 def is_tensor(node: Any) -> TypeGuard[Node]:
     """Is ``node`` a node that holds one tensor?"""
     return isinstance(node, Node) and isinstance(value_of(node), Tensor)

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.attention_operands import AttentionOperands
 from te_compile.passes.attention_scores import Addend, Factor, Fill, NotAttentionError, Step
-from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.captured_nodes import is_tensor, value_of
 from te_compile.passes.fold_masks import GUARDS, hides_no_row
 from te_compile.passes.hidden_rows import check_sinks_beside, forgets_its_scores, hides, number_to_fill_with
 from te_compile.passes.mask_numbers import HIDES_A_ROW, is_zero_or_hidden, may_hide
@@ -113,7 +113,7 @@ class ScoreBias:
 
     def _scaled(self, x: Node, factor: Factor) -> Node:
         by = factor.by
-        if isinstance(by, Node) and value_of(by).dim():
+        if is_tensor(by) and value_of(by).dim():
             by = self.operands.beside_scores(by, factor.dimensions)
         return self._write.call(operator.truediv if factor.divides else operator.mul, x, by)
 

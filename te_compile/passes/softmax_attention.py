@@ -31,7 +31,7 @@ from te_compile.passes.attention_scores import (
     scores_behind,
     why_not_alone,
 )
-from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, value_of
+from te_compile.passes.captured_nodes import argument, called, is_tensor, name_called, settled_number, value_of
 from te_compile.passes.contractions import Contraction, Operand, contractions_of, order_of
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.result_readers import all_reached, keeps_values, reached
@@ -216,9 +216,10 @@ def _dropout_of(node: Node) -> float | None:
     if node.target is not F.dropout and node.target is not torch.dropout:
         return None
     p, training = argument(node, 1, "p", 0.5), argument(node, 2, "training", node.kwargs.get("train", True))
-    if not isinstance(p, (int, float)) or not isinstance(training, bool):
-        return None
-    return float(p) if training else 0.0
+    if training is False:
+        return 0.0
+    p = settled_number(p)
+    return None if p is None or training is not True else p
 
 
 def _scaled(softmax: Node, output: _Output) -> tuple[_Output, Sinks | None]:

@@ -6,13 +6,16 @@ import logging
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.text import ops_text
 from tests.compiling import compiled
 from tests.spelled_out import (
@@ -342,3 +345,38 @@ def test_with_symbolic_sizes_attention_is_recognised_too() -> None:
     arguments = [replaced[id(x) if isinstance(x, Tensor) else int(x)] for x in examples]
     wanted = scaled_after(*longer)
     torch.testing.assert_close(gm(*arguments)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """Attention with its scale and its dropout as attributes, which are symbolic where all is dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling, self.dropout = 0.3, 0.25
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = F.softmax(torch.matmul(q, k.mT) * self.scaling, dim=-1)
+        return torch.matmul(F.dropout(weights, self.dropout, training=self.training), v)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_where_all_is_dynamic_a_symbolic_scale_is_no_obstacle(train: bool) -> None:
+    graphs: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        assert any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
+        assert recognise_attention(gm.graph) == 1
+        gm.recompile()
+        graphs.append((gm, examples))
+        return gm.forward
+
+    model = Scaled().train(train)
+    run = torch.compile(model, backend=keep, dynamic=True, fullgraph=True)
+    for model.scaling in (0.3, 0.7):  # one graph has to do for both
+        inputs = operands()
+        got, wanted = run(*inputs), model(*inputs)
+        if not train:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+    (call,) = graphs[0][0].graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.kwargs["dropout_p"] == (0.25 if train else 0.0)
