@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from te_compile.ops.norm import LAYER, NORM, RMS, RMS_FLOAT, RMS_MIXED, RMS_OFFSET, output_dtype
-from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, settled_number, value_of, wrapped_kind
 from te_compile.passes.drop_noop_casts import is_cast
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.side_effects import is_border
@@ -100,13 +101,16 @@ def _other_operand(node: Any, operand: Node) -> Any:
     return operands[1] if operands[0] is operand else operands[0]
 
 
-def _plus_number(node: Any) -> tuple[Node, float] | None:
+def _plus_number(node: Any) -> tuple[Node, float | torch.SymFloat] | None:
     """(tensor, number) if ``node`` adds the one to the other."""
     if not _is_call(node, operator.add, torch.add, "add") or len(node.args) != 2 or node.kwargs:
         return None
     for tensor, number in (node.args, node.args[::-1]):
         if isinstance(tensor, Node) and isinstance(number, (int, float)):
             return tensor, float(number)
+        symbolic = value_of(number) if isinstance(number, Node) else None
+        if isinstance(symbolic, torch.SymFloat) and not free_unbacked_symbols(symbolic) and _is_float(tensor):
+            return tensor, symbolic
     return None
 
 
@@ -158,7 +162,9 @@ def _statistics(root: Node) -> tuple[Node, float, list[Node]] | None:
     # Each step must be float32 and belong to this norm alone; x · x lists one user, its product.
     if not _is_float(x) or any(_dtype(node) != torch.float32 for node in (x, *chain, root)):
         return None
-    return (x, eps, chain) if all(_only_user(node) is not None for node in chain) else None
+    if any(_only_user(node) is None for node in chain):
+        return None
+    return x, float(eps), chain  # a guard, where a module's eps is symbolic because all is dynamic
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,8 @@ def _weighted(tail: _Tail, product: Node, factor: Node) -> _Tail:
     """``tail``, times the weight behind ``factor``: w, w in float32, or 1 + w in float32."""
     aside: list[Node] = []
     one_plus = _plus_number(factor)
-    offset = one_plus is not None and one_plus[1] == 1.0 and _dtype(factor) == torch.float32
+    is_one = one_plus is not None and isinstance(one_plus[1], float) and one_plus[1] == 1.0
+    offset = is_one and _dtype(factor) == torch.float32
     weight = one_plus[0] if one_plus is not None and offset else factor
     if offset:
         aside.append(factor)
@@ -279,8 +286,8 @@ def _called(node: Node) -> Norm | None:
     x, shape, weight = argument(node, 0, "input"), argument(node, 1, "normalized_shape"), argument(node, 2, "weight")
     bias = argument(node, 3, "bias") if layer else None
     eps = argument(node, 4, "eps", 1e-5) if layer else argument(node, 3, "eps")
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    if not _is_float(x) or not isinstance(eps, float) or isinstance(shape, Node) or len(shape) != 1:
+    eps = torch.finfo(torch.float32).eps if eps is None else settled_number(eps)
+    if not _is_float(x) or eps is None or isinstance(shape, Node) or len(shape) != 1:
         return None
     if any(parameter is not None and not _is_parameter_like(parameter, x) for parameter in (weight, bias)):
         return None

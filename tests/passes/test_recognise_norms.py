@@ -402,3 +402,50 @@ def test_norms_of_real_models_are_recognised(path: str) -> None:
     model = nn.Sequential(norm, nn.Linear(COLUMNS, 8, bias=False, dtype=BF16))
     module, count = rewritten(model, torch.randn(2, 3, COLUMNS).bfloat16())
     assert (count, kinds_in(module)) == (1, [HUGGING_FACE[path]]), ops_text(module.graph)
+
+
+class Shifted(nn.Module):
+    """An RMS norm whose eps is an attribute, which is symbolic where all is dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear, self.eps = nn.Parameter(torch.randn(COLUMNS)), nn.Linear(COLUMNS, COLUMNS), EPS
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)))
+
+
+def test_a_symbolic_eps_is_taken_as_it_is_and_guarded() -> None:
+    model, counts = Shifted(), list[int]()
+
+    def keep(module: GraphModule, _: Any) -> Any:
+        assert any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in module.graph.nodes)
+        counts.append(recognise_norms(module.graph))
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=keep, dynamic=True, fullgraph=True)
+    for model.eps, rows in ((EPS, 8), (EPS, 12), (0.5, 12)):
+        x = torch.randn(rows, COLUMNS)
+        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert counts == [1, 1]  # another number of rows is the same graph, another eps is none
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_modules_of_torchs_are_recognised_where_all_is_dynamic(kind: Callable[..., nn.Module]) -> None:
+    counts: list[int] = []
+
+    def keep(module: GraphModule, _: Any) -> Any:
+        assert any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in module.graph.nodes)
+        counts.append(recognise_norms(module.graph))
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
+    model = nn.Sequential(kind(COLUMNS, eps=0.25), nn.Linear(COLUMNS, COLUMNS))
+    run = torch.compile(lambda x: model(x), backend=keep, dynamic=True, fullgraph=True)
+    for rows in (8, 12):
+        x = torch.randn(rows, COLUMNS)
+        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+    assert counts == [1]
