@@ -200,6 +200,9 @@ class _Examination:
         kinds = [(type(each), list(getattr(each, "keys", list)())) for each in (got.output, expected.output)]
         if kinds[0] != kinds[1]:
             self._wrong(f"the output is a {kinds[0]}, not a {kinds[1]}")
+        if lost := _not_finite(got) - _not_finite(expected):  # which no comparison below would see
+            self._wrong(f"not finite, other than in high precision: {sorted(lost)}")
+            return
         other = got.gradients.keys() ^ expected.gradients.keys()
         # Behind a graph break torch.compile gives zeros to what eager mode gives nothing.
         if other and got.gradients.keys() != self._without_us().gradients.keys():
@@ -295,6 +298,12 @@ def _values(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _not_finite(step: Step) -> set[str]:
+    """The gradients, and the loss, that hold a number that is none."""
+    values = {**step.gradients, "the loss": step.loss}
+    return {name for name, value in values.items() if not bool(value.isfinite().all())}
 
 
 def _low(cosines: dict[str, float]) -> dict[str, float]:

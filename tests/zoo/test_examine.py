@@ -44,6 +44,7 @@ def _changed(change: Any) -> Any:
         (lambda dx, dw, others: (dx, 2 * dw, *others), "size of"),
         (lambda dx, dw, others: (dx, dw.flip(0), *others), "cosine of"),
         (lambda dx, dw, others: (dx, None, *others), "other parameters have gradients"),
+        (lambda dx, dw, others: (dx, dw * torch.nan, *others), "not finite"),
     ],
 )
 def test_a_wrong_gradient_is_seen(change: Any, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
