@@ -39,10 +39,12 @@ from te_compile.passes.regions import Left, Region
 from te_compile.passes.summed_products import PLAIN, factors_of, sum_apart
 from te_compile.passes.weight_expressions import NotAWeightError, Weights
 
-_RECURRENT = (
+RECURRENT = (
     "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 )  # fmt: skip
 """Whole layers, which Dynamo captures where it is told to, and the cells of one step."""
+OF_MODULES = (*RECURRENT, "multi_head_attention", "transformer_encoder_layer")
+"""Operators that are all of what a module of torch.nn's computes: what they give is no product, but a state."""
 _PRODUCTS: dict[Any, str] = {
     torch.matmul: "matmul",
     operator.matmul: "matmul",
@@ -64,7 +66,7 @@ _PRODUCTS: dict[Any, str] = {
     getattr(F, "grouped_mm", torch._grouped_mm): FORM,
     F.bilinear: "bilinear",
     F.multi_head_attention_forward: "multi_head_attention",
-    **{getattr(torch, form): form for form in _RECURRENT},
+    **{getattr(torch, form): form for form in RECURRENT},
     torch._transformer_encoder_layer_fwd: "transformer_encoder_layer",
 }
 _PRODUCT_METHODS = {
@@ -171,7 +173,7 @@ def _no_fp8_form(form: str) -> str:
     """Why a product of this form has no other reason than its form to stay in high precision."""
     if form == FORM:
         return OTHER_FORM
-    if form in _RECURRENT:
+    if form in RECURRENT:
         return f"this {form} makes its products inside of one operator; write them out with F.linear for FP8"
     return f"this {form} is no product that has an FP8 form; {_ADVICE}"
 
@@ -180,7 +182,7 @@ _ADVICE = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, wh
 
 
 _PLAIN_PRODUCTS = {"matmul", "mm", "bmm"}
-_AS_MODULES_STORE_THEM = {"bilinear", "multi_head_attention", "transformer_encoder_layer", *_RECURRENT}
+_AS_MODULES_STORE_THEM = {"bilinear", *OF_MODULES}
 """Forms whose weights are [out_features, in_features], as those of nn.Linear are."""
 
 

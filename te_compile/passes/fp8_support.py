@@ -86,3 +86,7 @@ def by_device(site: Site, options: Options) -> Verdict:
             f"this GPU has compute capability {have}; use one of 8.9 or newer for FP8 tensor cores",
         )
     return None
+
+
+RULES_OF_SUPPORT = (by_size, by_kind, by_dtype, by_shape, by_device)
+"""Asked in this order of a linear that nothing else keeps in high precision."""

@@ -20,7 +20,8 @@ from te_compile.ops.cross_entropy import CROSS_ENTROPY
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.embedding_tables import is_table, vocabularies
-from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape, by_size
+from te_compile.passes.find_linears import OF_MODULES
+from te_compile.passes.fp8_support import RULES_OF_SUPPORT
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, keeps_values, plain_name, reached
 from te_compile.passes.routers import is_picked_from, picks
@@ -45,10 +46,6 @@ _ATEN_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _POOLS = {"mean", *(f"{pool}{dimensions}d" for pool in ("adaptive_avg_pool", "avg_pool") for dimensions in (1, 2, 3))}
 _POOLS_ALONG_DIMENSIONS = {"sum", "max", "amax"}
 _RESIZES = {"interpolate", "upsample"}
-_GIVE_STATES = {
-    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "multi_head_attention", "transformer_encoder_layer",
-}  # fmt: skip
-_SUPPORT = (by_size, by_kind, by_dtype, by_shape, by_device)
 _LM_HEAD = "lm_head=True puts it in FP8"
 _CHANCES = {"softmax", "log_softmax", "sigmoid"}
 
@@ -64,7 +61,7 @@ def by_head(
     an ``fc``, or the end of an ``nn.Sequential``, makes of a picture. What is returned beside such logits is told by
     ``by_heads_beside``.
     """
-    if options.lm_head or site.form in _GIVE_STATES:
+    if options.lm_head or site.form in OF_MODULES:
         return None
     last = site.name.rpartition(".")[2]
     weight = site.root_weight or site.weight
@@ -86,7 +83,7 @@ def by_head(
         why = f"the model returns its result, from {last!r} behind a pool"
     else:
         return None
-    stays = site.cause is not None or any(rule(site, options) for rule in _SUPPORT)
+    stays = site.cause is not None or any(rule(site, options) for rule in RULES_OF_SUPPORT)
     return _kept_because(why, "nothing to do: lm_head=True would leave it, too" if stays else _LM_HEAD)
 
 

@@ -16,7 +16,7 @@ import torch
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.embedding_tables import by_lookup, embedding_tables
-from te_compile.passes.fp8_support import by_device, by_dtype, by_kind, by_shape, by_size
+from te_compile.passes.fp8_support import RULES_OF_SUPPORT, by_size
 from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.lm_heads import by_head, by_heads_beside
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
@@ -40,18 +40,7 @@ def by_readers(site: Site, options: Options) -> Verdict:
 
 Rule: TypeAlias = Callable[..., Verdict]
 
-RULES: tuple[Rule, ...] = (
-    by_user,
-    by_readers,
-    by_lookup,
-    by_head,
-    by_router,
-    by_size,
-    by_kind,
-    by_dtype,
-    by_shape,
-    by_device,
-)
+RULES: tuple[Rule, ...] = (by_user, by_readers, by_lookup, by_head, by_router, *RULES_OF_SUPPORT)
 """Asked in this order, before what each would gain: what the user said first, support before speed."""
 
 _WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_size)
