@@ -145,9 +145,8 @@ def _output_of(softmax: Node, sinks: Sinks | None) -> _Output:
             raise NotAttentionError(_why_read_elsewhere(weights))
         user = next(iter(weights.users))
         if user.op == "output":
-            raise NotAttentionError(
-                "its weights leave the graph before they meet the values; leave no graph break between for a fused one"
-            )
+            why = "its weights leave the graph before they meet any values"
+            raise NotAttentionError(f"{why}; use them with the values before it ends or breaks for a fused one")
         if sinks is not None and not turned and drops_sinks(user, weights, sinks):
             sinks, weights = None, user
             nodes.append(user)
