@@ -166,6 +166,22 @@ def test_operands_whose_channels_lie_before_positions_are_put_in_rows() -> None:
     assert [value_of(x).stride(-1) for x in attention.args] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("positions", [260, 392])
+def test_attention_between_channels_stays(positions: int) -> None:
+    """Its scores are smaller than its operands, and its heads, all positions, wider than fused kernels take them."""
+
+    def between_channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (F.normalize(x, dim=-1) for x in (q, k))
+        return (F.softmax(q @ k.mT * 0.3, dim=-1) @ v).permute(0, 3, 1, 2)
+
+    assert_stays("its scores are smaller", between_channels, *(torch.randn(2, 3, 24, positions) for _ in "qkv"))
+
+
+def test_heads_that_are_as_wide_are_recognised_where_they_have_more_keys() -> None:
+    """As an autoencoder's single one."""
+    assert_recognised(scaled_after, *((torch.randn(1, 1, keys, 272) / 4).requires_grad_() for keys in (30, 300, 300)))
+
+
 def test_a_result_in_another_order_is_not_taken_for_one_in_order_where_heads_are_as_many_as_positions() -> None:
     def reshaped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(0.3).softmax(dim=-1)
