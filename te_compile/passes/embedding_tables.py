@@ -1,7 +1,9 @@
 """Which parameters are tables that embeddings read, and which of those have a row for each word.
 
 A head often shares its weight with such a table, or is as wide as the vocabulary; a codebook is one that is searched.
-Rows that were looked up are neither, and no weight. A product may look rows up, too, by zeros and a one for each.
+Rows that were looked up are neither, and no weight. A product may look rows up, too, by zeros and a one for each, or
+mix them by the chances of the words, as where a model reads its own guess. The small ones of those are most of what FP8
+would round to zero.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from te_compile.passes.plan import Cause, Plan, Site, Verdict
 from te_compile.passes.regions import Region
 from te_compile.passes.result_readers import keeps_values, plain_name, reached
 from te_compile.passes.side_effects import depends_on
+from te_compile.passes.sizes import all_same, same
 from te_compile.passes.weight_expressions import is_given, origin
 
 _TABLES = WeakIdKeyDictionary()
@@ -50,9 +53,10 @@ def is_read_by_ones(weight: Node) -> bool:
     return any(_is_one_hot(each) for reader in readers for each in reader.all_input_nodes)
 
 
-def by_lookup(site: Site, options: Options) -> Verdict:
-    """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions, and
-    what looks rows up that were found by the table itself, as entries of a codebook are."""
+def by_lookup(site: Site, options: Options, tables: Collection[Node | None] = ()) -> Verdict:
+    """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions, what
+    looks rows up that were found by the table itself, as entries of a codebook are, and what mixes the rows of one that
+    embeddings read; these are ``tables``."""
     if site.root_weight is None:
         return None
     if _is_looked_up(site):
@@ -61,7 +65,20 @@ def by_lookup(site: Site, options: Options) -> Verdict:
     if _looks_up_what_was_found(site):
         why = "a codebook: it picks entries of a table by zeros and ones, and FP8 would round them"
         return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+    if (site.root_weight in tables or is_table(site.root_weight)) and _adds_rows_up(site, site.root_weight):
+        why = "it mixes the rows of an embedding, and FP8 would round small shares to zero"
+        return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
     return None
+
+
+def _adds_rows_up(site: Site, table: Node) -> bool:
+    """Does ``site`` add the rows of ``table`` up, each with a factor, where a head multiplies each by all of x?"""
+    rows, *features = value_of(table).shape
+    if len(features) != 1 or not all_same(site.features, (rows, *features)):
+        return False
+    # Where it has as many rows as features, only the way in which it is read tells.
+    is_stored_so = site.transposed and site.matrix is not None and site.matrix.value is table
+    return is_stored_so or not same(rows, features[0])
 
 
 def _looks_up_what_was_found(site: Site) -> bool:

@@ -8,10 +8,11 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 import torch
+from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import value_of
@@ -57,13 +58,14 @@ def _may_speak(rule: Rule, site: Site) -> bool:
 def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
+    known: dict[Rule, tuple[Collection[Node | None], ...]] = {by_lookup: (tables,), by_head: (tables, linears)}
     heads: list[Site] = []
     routers: list[Site] = []
     for site in plan.sites:
         for rule in RULES:
             if not _may_speak(rule, site):
                 continue
-            verdict = by_head(site, options, tables, linears) if rule is by_head else rule(site, options)
+            verdict = rule(site, options, *known.get(rule, ()))
             if verdict is not None:
                 site.cause, site.reason = verdict
                 heads += [site] if rule is by_head else []

@@ -118,3 +118,45 @@ def test_a_table_that_is_multiplied_by_as_a_whole_is_a_head_whatever_was_looked_
         options = {"lm_head": lm_head, "compiler": "aot_eager", "cost_model": False}
         (row,) = te_compile.explain(Tied(), torch.randint(0, 48, (2, 16)), options=options).rows
         assert row.status == status and ("tied to an embedding" in row.reason) == (not lm_head)
+
+
+class ReadsItsGuess(nn.Module):
+    """A head tied to an embedding, and the mean of the embedding's rows by the chances of the words."""
+
+    def __init__(self, words: int, mix: Callable[[Tensor, Tensor], Tensor], parted: bool) -> None:
+        super().__init__()
+        self.table, self.fc, self.mix, self.parted = nn.Embedding(words, 32), nn.Linear(32, 64), mix, parted
+
+    def forward(self, ids: Tensor) -> Tensor:
+        chances = F.linear(self.table(ids), self.table.weight).softmax(-1)
+        if self.parted:
+            torch._dynamo.graph_break()
+        return self.fc(self.mix(chances, self.table.weight))
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize(
+    ("mix", "words"),
+    [
+        (torch.matmul, 48),
+        (torch.matmul, 32),  # as many as features
+        (lambda x, table: F.linear(x, table.T), 48),
+        (lambda x, table: F.linear(x, table.T), 32),
+        (lambda x, table: torch.einsum("bsv,vd->bsd", x, table), 48),
+    ],
+)
+def test_what_mixes_the_rows_of_an_embedding_is_no_head(
+    mix: Callable[[Tensor, Tensor], Tensor], words: int, parted: bool
+) -> None:
+    for lm_head in (False, True):
+        torch._dynamo.reset()
+        with manager.recording() as records, torch.no_grad():
+            compiled(ReadsItsGuess(words, mix, parted), lm_head=lm_head)(torch.randint(0, words, (2, 16)))
+        head, mixed, fc = (site for record in records for site in record.plan.sites)
+        assert head.status == ("fp8" if lm_head else "kept") and fc.status == "fp8"
+        assert mixed.cause is Cause.RULE and "mixes the rows of an embedding" in mixed.reason
+
+
+def test_what_multiplies_by_the_transpose_of_a_head_alone_goes_to_fp8() -> None:
+    weight = nn.Parameter(torch.randn(48, 32))
+    assert verdict(lambda x: x.softmax(-1) @ weight, torch.randn(2, 48)).status == "fp8"
