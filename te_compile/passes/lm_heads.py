@@ -31,7 +31,7 @@ from te_compile.passes.sizes import all_same, same
 _HEAD_NAMES = {
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "logits", "head", "output_projection",
     "prediction_head", "out_proj_logits", "to_logits", "unembed", "classification_head", "mlm_head", "ctc_head",
-    "logits_proj", "head_dist", "segmentation_head", "mlp_head", "linear_head",
+    "logits_proj", "head_dist", "segmentation_head", "mlp_head", "linear_head", "class_embed",
 }  # fmt: skip
 _NAMES_OF_WIDER_HEADS = {"proj_out"}  # diffusion models call so what makes a picture's patch of their features
 _NAMES_BEHIND_POOLS = {"fc", "last_linear"}  # of networks for pictures; elsewhere they may be anything

@@ -1,7 +1,8 @@
 """Keep routers and codebooks in high precision: linears whose largest or smallest results decide what is computed next.
 
 They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise. Where a router has
-several layers, those before its last are kept with it.
+several layers, those before its last are kept with it. A detector picks its queries in the same way, from the places
+whose likeliest class is the likeliest of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _ROUTING = {
     "topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax", "logsigmoid", "log_sigmoid",
     "softplus", "exp", "log", "sqrt", "square", "pow", "normalize", "layer_norm", "rms_norm",
 }  # fmt: skip
+_LARGEST = {"max", "min", "amax", "amin", "values"}
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
+_KNOWN = SAME_VALUES | ARITHMETIC | _ROUTING
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
 
 
@@ -31,7 +34,12 @@ def by_router(site: Site, options: Options) -> Verdict:
     if is_picked_from(site):
         weight = site.root_weight or site.weight
         is_codebook = weight is not None and (is_table(weight) or is_read_by_ones(weight))
-        what, picked = ("a codebook", "entries of a table") if is_codebook else ("a router", "experts")
+        if is_codebook:
+            what, picked = "a codebook", "entries of a table"
+        elif _decides(site, _KNOWN):
+            what, picked = "a router", "experts"
+        else:
+            what, picked = "scores of places", "those that are read on"
         why = f"its result picks {picked}, and FP8 rounding would change the pick"
         return Cause.RULE, f"{what}: {why}; nothing to do: FP8 would lose accuracy"
     return None
@@ -57,7 +65,11 @@ def _is_a_size(node: Node) -> bool:
 
 def is_picked_from(site: Site) -> bool:
     """Does the largest or smallest of what ``site`` gives decide what is computed next?"""
-    known = SAME_VALUES | ARITHMETIC | _ROUTING
+    return _decides(site, _KNOWN | _LARGEST)
+
+
+def _decides(site: Site, known: Collection[str]) -> bool:
+    """Does a pick read what ``site`` gives, behind nothing that is not ``known``?"""
     return site.features[1] <= 1024 and any(map(picks, reached(site.node, lambda node: plain_name(node) in known)))
 
 

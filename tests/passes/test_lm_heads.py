@@ -474,6 +474,31 @@ def test_what_a_part_that_is_called_a_predictor_returns_is_its_prediction(last: 
     assert verdict(lambda x: model["box_predictor"][last](x).relu(), torch.randn(5, 64)).status == "fp8"
 
 
+def test_the_classes_that_each_layer_of_a_detector_gives_are_logits() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+            self.class_embed = nn.ModuleList(nn.Linear(32, 48) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            classes = []
+            for layer, classify in zip(self.layers, self.class_embed, strict=True):
+                x = x + torch.tanh(layer(x))
+                classes.append(classify(x))
+            return torch.stack(classes, dim=1)
+
+    status = {site.name: site.status for site in planned(Detector(), torch.randn(2, 5, 32)).sites}
+    heads = {f"class_embed.{number}": "kept" for number in range(2)}
+    assert status == {"layers.0": "fp8", "layers.1": "fp8", **heads}
+
+
+def test_what_embeds_a_class_is_no_head_though_it_is_called_like_one() -> None:
+    model = nn.ModuleDict({"class_embed": nn.Linear(32, 48), "block": nn.Linear(48, 32)})
+    sites = planned(lambda x: model["block"](F.silu(model["class_embed"](x))), torch.randn(5, 32)).sites
+    assert [site.status for site in sites] == ["fp8", "fp8"]
+
+
 class OfManyLosses(OfPictures):
     """Auxiliary logits of what comes before the pool beside those of ``fc``."""
 

@@ -56,6 +56,41 @@ def test_a_router_is_known_by_what_it_picks(way: str) -> None:
     assert site.cause is Cause.RULE and "router" in site.reason
 
 
+@pytest.mark.parametrize(
+    "likeliest",
+    [
+        lambda scores: scores.max(-1).values,
+        lambda scores: scores.sigmoid().max(-1)[0],
+        lambda scores: torch.max(scores, -1)[0],
+        lambda scores: scores.amax(-1),
+    ],
+)
+def test_scores_of_whose_places_the_likeliest_are_read_on_keep_their_precision(
+    likeliest: Callable[[Tensor], Tensor],
+) -> None:
+    classify, queries = nn.Linear(32, 48), nn.Linear(32, 32)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        of_classes = classify(x)
+        places = likeliest(of_classes).topk(4, dim=1).indices.unsqueeze(-1)
+        return of_classes.gather(1, places.expand(-1, -1, 48)), queries(x.gather(1, places.expand(-1, -1, 32)))
+
+    picking, reading = planned(run, torch.randn(2, 20, 32)).sites
+    assert picking.cause is Cause.RULE and "scores of places" in picking.reason and reading.status == "fp8"
+
+
+def test_a_router_whose_groups_have_the_score_of_their_best_is_one() -> None:
+    gate = nn.Linear(32, 32)
+
+    def run(x: Tensor) -> Tensor:
+        scores = gate(x).sigmoid().view(-1, 4, 8)
+        groups = torch.zeros_like(scores[..., 0]).scatter(1, scores.max(-1).values.topk(2).indices, 1)
+        return (scores * groups.unsqueeze(-1)).flatten(1).topk(4).indices
+
+    site = verdict(run, torch.randn(10, 32))
+    assert site.cause is Cause.RULE and "a router" in site.reason
+
+
 def test_a_router_is_no_head_whatever_it_is_called() -> None:
     classifier, x = nn.Linear(32, 16), torch.randn(10, 32)
 
