@@ -12,6 +12,7 @@ from torch.nn import functional as F
 pytest.importorskip("transformers", reason="the zoo is made of Hugging Face models")
 
 from te_compile.ops import linear
+from tests.compiling import BACKEND
 from tests.zoo.case import Architecture, Case, NotSupportedError, Place, Setting
 from tests.zoo.examine import Finding, examine
 from tests.zoo.models import ARCHITECTURES
@@ -51,6 +52,24 @@ def test_a_wrong_gradient_is_seen(change: Any, complaint: str, monkeypatch: pyte
     monkeypatch.setattr(linear._Linear, "backward", _changed(change))
     finding = examine(GOOD, Setting())
     assert finding.outcome == "wrong" and any(each.startswith(complaint) for each in finding.complaints), finding
+
+
+class _Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not today")
+
+
+def test_other_gradients_are_seen_where_only_te_fp8_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held against torch.compile's, which may fail where te_fp8 does not."""
+    monkeypatch.setattr(linear._Linear, "backward", _changed(lambda dx, dw, others: (dx, None, *others)))
+    original = torch.compile
+
+    def without_us_it_fails(model: nn.Module, backend: Any, **options: Any) -> Any:
+        return original(model if backend == BACKEND else _Refusing(), backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", without_us_it_fails)
+    finding = examine(GOOD, Setting())
+    assert finding.outcome == "wrong" and any("other parameters" in each for each in finding.complaints), finding
 
 
 def test_a_parameter_that_is_written_to_is_seen() -> None:
@@ -110,11 +129,6 @@ def test_a_loss_of_next_to_nothing_is_all_rounding() -> None:
 
 def test_a_model_without_labels_has_no_loss_of_its_own() -> None:
     assert examine(GOOD, Setting(train=False)).labelled_loss_error is None
-
-
-class _Refusing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("not today")
 
 
 def test_what_fails_without_us_is_not_held_against_us() -> None:
