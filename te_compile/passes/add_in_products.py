@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from te_compile.ops import registry
 from te_compile.ops.gemm import GEMM
 from te_compile.passes.arguments import arguments_of, is_te, ordered_arguments, values_of
-from te_compile.passes.new_nodes import call_like, reshaped
+from te_compile.passes.new_nodes import call_like, in_shape_of, reshaped
 from te_compile.passes.pointwise_nodes import VIEWS, tensor_arguments, value_of
 from te_compile.passes.sizes import all_same, same
 
@@ -66,9 +66,6 @@ def _fits(gemm: Node, addend: Node, add: Node) -> bool:
         return False
     if not same(product.numel(), result.numel()):  # a shift for each sample is added to all of its rows
         return False
-    shape = _shape_of(add)
-    if shape.count(-1) > 1 or (-1 in shape and 0 in shape):  # a view can find out one size, and of nothing none
-        return False
     if not product.dtype == added.dtype == result.dtype or added.device != product.device:
         return False
     return _may_move(gemm, add) and _is_supported(gemm, addend)
@@ -98,11 +95,6 @@ def _merge(add: Node, gemm: Node, addend: Node) -> None:
     with graph.inserting_before(add):
         matrix = reshaped(addend, [-1, columns], add)
         total = call_like(GEMM, ordered_arguments(gemm, addend=matrix), add)
-        add.replace_all_uses_with(reshaped(total, _shape_of(add), add))
+        add.replace_all_uses_with(in_shape_of(total, addend, add))
     for node in (add, *views):
         graph.erase_node(node)
-
-
-def _shape_of(node: Node) -> list[int]:
-    """The shape as a view takes it, -1 for a symbolic size."""
-    return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from te_compile.passes.sizes import same
+from te_compile.passes.sizes import all_same, same
 
 aten = torch.ops.aten
 
@@ -22,6 +23,25 @@ def reshaped(node: Node, shape: list[int] | None, like: Node) -> Node:
     if len(have) == len(shape) and all(new == -1 or same(new, old) for new, old in zip(shape, have, strict=True)):
         return node
     return call_like(aten.view.default, (node, shape), like)
+
+
+def in_shape_of(node: Node, other: Node, like: Node) -> Node:
+    """``node``, or a view of it, in the shape of ``other``, which is asked for its sizes where the symbolic ones do not
+    follow from the rest."""
+    sizes = other.meta["val"].shape
+    shape = [size if isinstance(size, int) else -1 for size in sizes]
+    have = node.meta["val"].shape
+    if shape.count(-1) == 0 or (shape.count(-1) == 1 and 0 not in shape) or _are_the_same(have, sizes):
+        return reshaped(node, shape, like)
+    asked = [
+        call_like(aten.sym_size.int, (other, dimension), like) if size == -1 else size
+        for dimension, size in enumerate(shape)
+    ]
+    return call_like(aten.view.default, (node, asked), like)
+
+
+def _are_the_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all_same(a, b)
 
 
 def call_like(target: Any, arguments: tuple[Any, ...], like: Node, **options: Any) -> Node:

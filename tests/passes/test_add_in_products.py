@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from te_compile.ops import registry
 from te_compile.ops.gemm import GEMM
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.arguments import arguments_of
+from tests.any_size import at_any_size, changed
+from tests.backend.models import Mlp
 from tests.fuzz.check import Case, check
 
 M, N, K = 32, 48, 64
@@ -173,3 +176,25 @@ def test_what_would_run_the_product_must_add_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(registry, "choose", choose)
     count, _, _ = merged(lambda a, b, x: x + product(a, b), codes(M), codes(N), torch.randn(M, N).bfloat16())
     assert count == 0
+
+
+class Residual(nn.Module):
+    """Two residual blocks."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks, self.checkpointed = nn.ModuleList(Mlp() for _ in range(2)), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_batch_and_length_may_both_be_symbols(checkpointed: bool) -> None:
+    sizes = ((2, 24), (5, 7), (3, 33))
+    records = at_any_size(Residual(checkpointed), lambda b, t: [torch.randn(b, t, 32, requires_grad=True)], sizes)
+    for_one, for_any = (changed(record)["add_in_products"] for record in records)
+    assert for_any == for_one > 0
