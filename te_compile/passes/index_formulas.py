@@ -108,6 +108,12 @@ def mapped(formula: Formula, change: Callable[[Sum], Sum], dimensions: int) -> F
     return result
 
 
+def in_more_dimensions(formula: Both, dimensions: int) -> Both:
+    """``formula`` of a tensor that is broadcast along others in front, none of which it depends on."""
+    missing = (0,) * (dimensions - formula.dimensions)
+    return both_of(mapped(formula, lambda each: Sum(missing + each.weights, each.constant), dimensions))
+
+
 def sum_of(formula: Formula) -> Sum:
     """``formula`` of an integer: booleans count as 0 and 1 where they are the same everywhere; raises elsewhere."""
     if isinstance(formula, Both):

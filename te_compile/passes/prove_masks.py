@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
-from te_compile.passes.index_formulas import Both, Sum, UnknownFormulaError, both_of
-from te_compile.passes.mask_numbers import HIDDEN, PRODUCTS, QUOTIENTS, most_that_swallows, number_in
+from te_compile.passes.index_formulas import Both, Sum, UnknownFormulaError, both_of, in_more_dimensions
+from te_compile.passes.mask_numbers import HIDDEN, PRODUCTS, QUOTIENTS, SUMS, most_that_swallows, number_in
 from te_compile.passes.node_formulas import Proof, lower_triangle
 from te_compile.passes.side_effects import may_change
 
@@ -55,13 +55,33 @@ def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
     return mask, factor
 
 
-def _allowed(proof: Proof, mask: Node) -> Both:
-    """Where attention may look, of a bool mask or of one that is added."""
+def _sum_allows(proof: Proof, total: Node, factor: float) -> Both:
+    """Where attention may look of two masks that are added, ``factor`` times: where both let it."""
+    result = Both(value_of(total).dim())
+    for part in total.args:
+        if not is_tensor(part) or value_of(part).dtype not in _FLOATS:
+            raise UnknownFormulaError
+        allowed = _allowed(proof, part, factor)
+        # A formula's indices are those of its own tensor, of which a single row or key is there for all.
+        if not allowed.sums or same_sizes(value_of(part).shape[-2:], value_of(total).shape[-2:]):
+            result = result & in_more_dimensions(allowed, result.dimensions)
+        else:
+            raise UnknownFormulaError
+    return result
+
+
+def _allowed(proof: Proof, mask: Node, times: float = 1.0) -> Both:
+    """Where attention may look, of a bool mask or of one that is added, so many times."""
     swallows = most_that_swallows(value_of(mask).dtype) if value_of(mask).dtype in _FLOATS else 0.0
     shape = value_of(mask).shape
     mask, factor = _before_scales(proof, mask)
+    factor *= times
     if value_of(mask).dtype == torch.bool:
         return both_of(proof.of(mask))
+    if number_in(mask, proof.changes) == 0:
+        return Both(value_of(mask).dim())
+    if mask.target in SUMS and len(mask.args) == 2 and not mask.kwargs:
+        return _sum_allows(proof, mask, factor)
     if called(mask) == "triu":
         hidden = number_in(argument(mask, 0, "input"), proof.changes)
         if hidden is None or factor * hidden > swallows:

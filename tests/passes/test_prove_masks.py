@@ -64,6 +64,25 @@ def scaled_with_the_scores(x: Tensor) -> Tensor:
     return (torch.where(causal(x), torch.zeros((), dtype=x.dtype), MINIMUM) * 0.25).to(x.dtype) / 8.0
 
 
+def beside_zeros(x: Tensor) -> Tensor:
+    """As where there is no bias of positions."""
+    n = x.shape[1]
+    return torch.zeros(1, 1, n, n) + added(x)
+
+
+def twice(x: Tensor) -> Tensor:
+    return filled_triangle(x) + added(x) * 0.5
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(1, 1, x.shape[1], x.shape[1])
+
+
+def of_two_windows(x: Tensor) -> Tensor:
+    _, q, k = grid(x)
+    return torch.where(k > q - 4, 0.0, MINIMUM) + filled_triangle(x)
+
+
 def filled_triangle(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(diagonal=1)
 
@@ -272,6 +291,36 @@ def triangle_of_one_row(x: Tensor) -> Tensor:
     return torch.full((1, n), float("-inf")).triu(1).expand(n, n)
 
 
+def triangle_of_one_row_beside_zeros(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return torch.full((1, n), float("-inf")).triu(1) + torch.zeros(n, n)
+
+
+def beside_a_number(x: Tensor) -> Tensor:
+    """Which softmax cancels; but nobody adds it for that."""
+    return added(x) + torch.full((x.shape[1],), 0.5)
+
+
+def taken_away(x: Tensor) -> Tensor:
+    return zeros(x) - added(x)
+
+
+def taken_away_by_a_factor(x: Tensor) -> Tensor:
+    return torch.add(zeros(x), added(x), alpha=-1)
+
+
+def beside_zeros_that_were_written(x: Tensor) -> Tensor:
+    bias = zeros(x)
+    bias[..., 0] = 1.0
+    return bias + added(x)
+
+
+def zeros_that_were_written(x: Tensor) -> Tensor:
+    bias = zeros(x)
+    bias[..., 0] = 1.0
+    return bias
+
+
 def triangle_of_one_column(x: Tensor) -> Tensor:
     """Which hides nothing."""
     n = x.shape[1]
@@ -357,14 +406,15 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("mask", [
     causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
-    scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle,
+    scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle, beside_zeros, twice,
 ])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
 
 
-def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
-    assert proof(everything, True) == proof(everything, False) == "all"
+@pytest.mark.parametrize("mask", [everything, zeros])
+def test_a_mask_that_is_always_true_is_proved_to_hide_nothing(mask: Mask) -> None:
+    assert proof(mask, True) == proof(mask, False) == "all"
 
 
 @pytest.mark.parametrize("mask", [
@@ -374,7 +424,8 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing() -> None:
     triangle_without_a_row, triangle_of_a_written_diagonal, filled_where_numbers_were_written, from_truths,
     from_truths_added, from_differences_of_bytes, from_bytes, bytes_below_zero, twice_true,
     from_truths_of_a_comparison, all_but_a_window, triangle_of_one_row, triangle_of_one_column,
-    truths_as_numbers, truths_as_larger_numbers,
+    truths_as_numbers, truths_as_larger_numbers, triangle_of_one_row_beside_zeros, beside_a_number, taken_away,
+    taken_away_by_a_factor, beside_zeros_that_were_written, zeros_that_were_written,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
@@ -408,7 +459,8 @@ def test_what_the_last_queries_see_at_some_lengths_alone_is_not_proved(mask: Mas
 
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(("mask", "expected"), [
-    (window, (3, 0)), (local, (3, 3)), (local_by_operators, (3, 3)), (window_beyond_the_query, (5, 2)),
+    (window, (3, 0)), (of_two_windows, (3, 0)), (local, (3, 3)), (local_by_operators, (3, 3)),
+    (window_beyond_the_query, (5, 2)),
 ])  # fmt: skip
 def test_windows_are_proved_for_every_size(mask: Mask, expected: Window, dynamic: bool) -> None:
     found = attention_mask(mask, dynamic)
