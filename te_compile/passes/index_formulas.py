@@ -1,8 +1,8 @@
 """Formulas in the indices of a tensor: sums, and conjunctions of sums that are at least 0.
 
 The masks that models build from positions are made of nothing else: every integer in them is a sum of the tensor's own
-indices, such as ``q + 1``, and every boolean a conjunction of comparisons of such sums. A formula holds for all sizes
-at once.
+indices, such as ``q + 1``, and every boolean a conjunction of comparisons of such sums, also where truths are written
+as the numbers 0 and 1. A formula holds for all sizes at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,14 @@ class Both:
         return at_least_zero(only.times(-1) + Sum((0,) * self.dimensions, -1), sizes)
 
 
-Formula = Sum | Both
+@dataclass(frozen=True)
+class Truths:
+    """Numbers: 1 where ``where`` is true, 0 elsewhere."""
+
+    where: Both
+
+
+Formula = Sum | Both | Truths
 
 
 def expression_of(size: Any) -> int | sympy.Expr:
@@ -100,6 +107,8 @@ def mapped(formula: Formula, change: Callable[[Sum], Sum], dimensions: int) -> F
     """``formula`` with ``change`` made to each of its sums."""
     if isinstance(formula, Sum):
         return change(formula)
+    if isinstance(formula, Truths):
+        return Truths(both_of(mapped(formula.where, change, dimensions)))
     if formula.never:
         return Both(dimensions, never=True)
     result = Both(dimensions)
@@ -120,11 +129,13 @@ def sum_of(formula: Formula) -> Sum:
         if formula.sums:
             raise UnknownFormulaError
         return Sum((0,) * formula.dimensions, int(not formula.never))
+    if isinstance(formula, Truths):
+        return sum_of(formula.where)
     return formula
 
 
 def both_of(formula: Formula) -> Both:
-    """``formula`` of a boolean; raises for one of an integer."""
-    if isinstance(formula, Sum):
+    """``formula`` of a boolean; raises for one of numbers."""
+    if not isinstance(formula, Both):
         raise UnknownFormulaError
     return formula

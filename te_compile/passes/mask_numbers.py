@@ -83,7 +83,9 @@ def _filled_with(node: Node) -> Any:
         return known
     if node.target is torch.tensor:
         return argument(node, 0, "data")
-    return argument(node, 0, "s") if node.target is torch.scalar_tensor else argument(node, 1, "fill_value")
+    if node.target is torch.scalar_tensor:
+        return argument(node, 0, "s")
+    return argument(node, 2 if node.target == "new_full" else 1, "fill_value")
 
 
 def _rounded(value: Any, dtypes: Iterable[torch.dtype]) -> float | None:

@@ -23,6 +23,7 @@ from te_compile.passes.index_formulas import (
     Both,
     Formula,
     Sum,
+    Truths,
     UnknownFormulaError,
     at_least_zero,
     both_of,
@@ -34,6 +35,7 @@ from te_compile.passes.side_effects import may_change
 
 _ALL = slice(None, None, None)
 _WHOLE = (torch.int32, torch.int64)  # others count to 127 or 255, or are truths
+_HOLD_TRUTHS = (*_WHOLE, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _is_one(size: Any) -> bool:
@@ -172,10 +174,16 @@ def _negation(proof: Proof, node: Node) -> Formula:
 
 def _same(proof: Proof, node: Node) -> Formula:
     """Other dimensions of size 1 in front, or another device or dtype."""
-    if value_of(node).dtype not in (torch.bool, torch.int32, torch.int64):
+    formula, dtype = proof.as_part_of(node.args[0], node), value_of(node).dtype
+    if dtype == torch.bool:
+        return formula.where if isinstance(formula, Truths) else both_of(formula)
+    if isinstance(formula, Both) and formula.sums:
+        formula = Truths(formula)
+    if isinstance(formula, Truths) and dtype in _HOLD_TRUTHS:
+        return formula
+    if dtype not in _WHOLE:
         raise UnknownFormulaError
-    formula = proof.as_part_of(node.args[0], node)
-    return sum_of(formula) if value_of(node).dtype != torch.bool else both_of(formula)
+    return sum_of(formula)
 
 
 def _unsqueeze(proof: Proof, node: Node) -> Formula:
@@ -275,10 +283,33 @@ def lower_triangle(node: Node) -> Both:
 
 
 def _triangle(proof: Proof, node: Node) -> Formula:
-    """Of booleans: what is cut off becomes False."""
-    lower = lower_triangle(node)
+    """Of booleans or of ones: what is cut off becomes False, or 0."""
+    lower, formula = lower_triangle(node), proof.of(argument(node, 0, "input"))
     kept = lower if called(node) == "tril" else lower.negated(value_of(node).shape)
-    return both_of(proof.of(argument(node, 0, "input"))) & kept
+    if isinstance(formula, Both):
+        return formula & kept
+    if isinstance(formula, Truths):
+        return Truths(formula.where & kept)
+    if value_of(node).dtype not in _HOLD_TRUTHS or formula != Sum((0,) * value_of(node).dim(), 1):
+        raise UnknownFormulaError
+    return Truths(kept)
+
+
+def _of_truths(compare: Callable[[Any, Any], Any], rule: Callable[[Proof, Node], Formula]) -> Any:
+    """``rule`` of a comparison, but for that of 0 and 1 with a number, which is the truth itself or its opposite."""
+
+    def either(proof: Proof, node: Node) -> Formula:
+        left, right = node.args[0], argument(node, 1, "other")
+        is_exact = isinstance(right, (int, float)) and right in (0, 0.5, 1)  # others may be rounded or wrapped
+        is_one_number = is_exact and isinstance(left, Node) and left.target not in _MAGNITUDES
+        formula = proof.as_part_of(left, node) if is_one_number else None
+        if not isinstance(formula, Truths):
+            return rule(proof, node)
+        if compare(1, right) == compare(0, right):
+            return Both(value_of(node).dim(), never=not compare(1, right))
+        return formula.where if compare(1, right) else formula.where.negated(value_of(node).shape)
+
+    return either
 
 
 _RULES: dict[Any, Callable[[Proof, Node], Formula]] = {torch.arange: _arange, operator.getitem: _getitem}
@@ -286,15 +317,16 @@ _RULES |= dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), _filled(Fa
 _RULES |= dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), _filled(True))
 _RULES |= dict.fromkeys((operator.add, torch.add, "add"), _arithmetic(1))
 _RULES |= dict.fromkeys((operator.sub, torch.sub, "sub"), _arithmetic(-1))
-_RULES |= dict.fromkeys((operator.le, torch.le, "le"), _comparison(0, True))
-_RULES |= dict.fromkeys((operator.lt, torch.lt, "lt"), _comparison(-1, True))
-_RULES |= dict.fromkeys((operator.ge, torch.ge, "ge"), _comparison(0, False))
-_RULES |= dict.fromkeys((operator.gt, torch.gt, "gt"), _comparison(-1, False))
-_RULES |= dict.fromkeys((operator.eq, torch.eq, "eq"), _equality(True))
-_RULES |= dict.fromkeys((operator.ne, torch.ne, "ne"), _equality(False))
+_RULES |= dict.fromkeys((operator.le, torch.le, "le"), _of_truths(operator.le, _comparison(0, True)))
+_RULES |= dict.fromkeys((operator.lt, torch.lt, "lt"), _of_truths(operator.lt, _comparison(-1, True)))
+_RULES |= dict.fromkeys((operator.ge, torch.ge, "ge"), _of_truths(operator.ge, _comparison(0, False)))
+_RULES |= dict.fromkeys((operator.gt, torch.gt, "gt"), _of_truths(operator.gt, _comparison(-1, False)))
+_RULES |= dict.fromkeys((operator.eq, torch.eq, "eq"), _of_truths(operator.eq, _equality(True)))
+_RULES |= dict.fromkeys((operator.ne, torch.ne, "ne"), _of_truths(operator.ne, _equality(False)))
 _RULES |= dict.fromkeys((operator.and_, torch.logical_and, "logical_and", "__and__"), _conjunction)
 _RULES |= dict.fromkeys((operator.invert, torch.logical_not, "logical_not"), _negation)
 _RULES |= dict.fromkeys(("expand", "expand_as", "to", "bool", "int", "long", "contiguous", "clone", "detach"), _same)
+_RULES |= dict.fromkeys(("float", "half", "bfloat16", "double", "type_as"), _same)
 _RULES |= {"unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze, torch.diff: _diff, "diff": _diff}
 _RULES |= dict.fromkeys((torch.tril, "tril", torch.triu, "triu"), _triangle)
 _RULES |= {torch.cumsum: _cumsum, "cumsum": _cumsum}

@@ -255,7 +255,8 @@ def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed:
 
 @pytest.mark.parametrize(("mask", "expected"), [
     (causal, 1), (everything, 1), (added_and_scaled, 1), (a_triangle, 1), (a_triangle_in_place, 1),
-    (filled_in_place, 1), (window, 0), (from_data, 0), (far_below, 0),
+    (filled_in_place, 1), (hidden_in_place, 1), (a_triangle_of_its_kind, 1), (ones_of_its_kind, 1), (ones_as_many, 1),
+    (window, 0), (from_data, 0), (far_below, 0),
     (written_into_flat, 0), (written_into_a_copy, 0), (filled_into_a_written_copy, 0),
     (of_bytes, 0), (of_truths, 0), (a_triangle_without_a_row, 0),
 ])  # fmt: skip

@@ -74,6 +74,28 @@ def twice(x: Tensor) -> Tensor:
     return filled_triangle(x) + added(x) * 0.5
 
 
+def where_ones_are_left(x: Tensor) -> Tensor:
+    """As people write it by hand."""
+    ones = torch.tril(torch.ones(x.shape[1], x.shape[1]))
+    return torch.zeros(x.shape[1], x.shape[1]).masked_fill(ones[None, None] == 0, float("-inf"))
+
+
+def where_ones_are_cut_off(x: Tensor) -> Tensor:
+    return torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.uint8), diagonal=1)[None] < 0.5
+
+
+def truths_of_ones(x: Tensor) -> Tensor:
+    return x.new_ones(x.shape[1], x.shape[1]).tril().bool()
+
+
+def truths_written_as_numbers(x: Tensor) -> Tensor:
+    return causal(x).float().to(torch.float64).expand(x.shape[0], -1, -1, -1) > 0
+
+
+def filled_of_its_kind(x: Tensor) -> Tensor:
+    return x.new_full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+
+
 def zeros(x: Tensor) -> Tensor:
     return torch.zeros(1, 1, x.shape[1], x.shape[1])
 
@@ -321,6 +343,30 @@ def zeros_that_were_written(x: Tensor) -> Tensor:
     return bias
 
 
+def ones_of_the_wrong_half(x: Tensor) -> Tensor:
+    return torch.tril(torch.ones(x.shape[1], x.shape[1])) == 0
+
+
+def triangle_of_ones(x: Tensor) -> Tensor:
+    """Which adds 1, and hides nothing."""
+    return torch.tril(torch.ones(x.shape[1], x.shape[1]))
+
+
+def triangle_of_wrapped_ones(x: Tensor) -> Tensor:
+    return torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.uint8)) - 2 > 100
+
+
+def triangle_of_ones_that_were_written(x: Tensor) -> Tensor:
+    ones = torch.tril(torch.ones(x.shape[1], x.shape[1]))
+    ones[:, 0] = 0.0
+    return ones > 0
+
+
+def ones_as_positions(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return at[None, :] <= torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.int64))
+
+
 def triangle_of_one_column(x: Tensor) -> Tensor:
     """Which hides nothing."""
     n = x.shape[1]
@@ -407,6 +453,7 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
 @pytest.mark.parametrize("mask", [
     causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
     scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle, beside_zeros, twice,
+    where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers, filled_of_its_kind,
 ])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
@@ -425,7 +472,8 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing(mask: Mask) -> Non
     from_truths_added, from_differences_of_bytes, from_bytes, bytes_below_zero, twice_true,
     from_truths_of_a_comparison, all_but_a_window, triangle_of_one_row, triangle_of_one_column,
     truths_as_numbers, truths_as_larger_numbers, triangle_of_one_row_beside_zeros, beside_a_number, taken_away,
-    taken_away_by_a_factor, beside_zeros_that_were_written, zeros_that_were_written,
+    taken_away_by_a_factor, beside_zeros_that_were_written, zeros_that_were_written, ones_of_the_wrong_half,
+    triangle_of_ones, triangle_of_wrapped_ones, triangle_of_ones_that_were_written, ones_as_positions,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
@@ -441,6 +489,22 @@ def test_attention_under_a_mask_without_a_proof_is_the_models(mask: Mask) -> Non
     for length in (12, 7):
         x = torch.randn(2, length, 8)
         torch.testing.assert_close(fast(x), run(x))
+
+
+@pytest.mark.parametrize("mask", [
+    zeros, beside_zeros, twice, where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers,
+    filled_of_its_kind,
+])  # fmt: skip
+def test_attention_under_a_proved_mask_is_the_models_at_every_length(mask: Mask) -> None:
+    def run(x: Tensor) -> Tensor:
+        k = x[:, None]
+        return F.scaled_dot_product_attention(k, k, k, attn_mask=mask(x))
+
+    fast = compiled(run, dynamic=True)
+    for recompiles, length in ((False, 12), (True, 7), (True, 30)):
+        x = torch.randn(2, length, 8)
+        with torch._dynamo.config.patch(error_on_recompile=recompiles):
+            torch.testing.assert_close(fast(x), run(x))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
