@@ -113,8 +113,28 @@ def _filled(number: bool) -> Callable[[Proof, Node], Formula]:
     return rule
 
 
+def _is_truths(formula: Formula) -> bool:
+    """Are all numbers 0 or 1?"""
+    return isinstance(formula, Truths) or (
+        isinstance(formula, Sum) and formula.is_constant and formula.constant in (0, 1)
+    )
+
+
+def _opposite(proof: Proof, node: Node) -> Formula | None:
+    """Of ``1 - x`` where x is truths as numbers, of any dtype; None for anything else."""
+    if len(node.args) != 2 or node.args[0] != 1 or node.kwargs or value_of(node).dtype not in _HOLD_TRUTHS:
+        return None
+    formula = proof.as_part_of(node.args[1], node)
+    if isinstance(formula, Truths):
+        return Truths(formula.where.negated(value_of(node).shape))
+    return Sum((0,) * value_of(node).dim(), 1) + sum_of(formula).times(-1) if _is_truths(formula) else None
+
+
 def _arithmetic(sign: int) -> Callable[[Proof, Node], Formula]:
     def rule(proof: Proof, node: Node) -> Formula:
+        opposite = _opposite(proof, node) if sign < 0 else None
+        if opposite is not None:
+            return opposite
         if len(node.args) != 2 or node.kwargs or value_of(node).dtype not in _WHOLE:
             raise UnknownFormulaError
         left, right = (sum_of(proof.as_part_of(each, node)) for each in node.args)
@@ -175,15 +195,31 @@ def _negation(proof: Proof, node: Node) -> Formula:
 def _same(proof: Proof, node: Node) -> Formula:
     """Other dimensions of size 1 in front, or another device or dtype."""
     formula, dtype = proof.as_part_of(node.args[0], node), value_of(node).dtype
+    if dtype == torch.bool and isinstance(formula, Truths):
+        return formula.where
+    if dtype == torch.bool and _is_truths(formula):
+        return Both(value_of(node).dim(), never=sum_of(formula).constant == 0)
     if dtype == torch.bool:
-        return formula.where if isinstance(formula, Truths) else both_of(formula)
+        return both_of(formula)
     if isinstance(formula, Both) and formula.sums:
         formula = Truths(formula)
-    if isinstance(formula, Truths) and dtype in _HOLD_TRUTHS:
-        return formula
-    if dtype not in _WHOLE:
+    number = formula if isinstance(formula, Truths) else sum_of(formula)
+    if dtype not in _WHOLE and not (_is_truths(number) and dtype in _HOLD_TRUTHS):
         raise UnknownFormulaError
-    return sum_of(formula)
+    return number
+
+
+def _repeat(proof: Proof, node: Node) -> Formula:
+    """Copies along dimensions of size 1, where the index was 0, and along new ones in front."""
+    given = node.args[1:] if len(node.args) > 1 else node.kwargs.get("repeats")
+    times = given[0] if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+    source = node.args[0]
+    if not isinstance(source, Node) or not isinstance(times, (list, tuple)):
+        raise UnknownFormulaError
+    shape = value_of(source).shape
+    if not all(time == 1 or _is_one(size) for time, size in zip(times[len(times) - len(shape) :], shape, strict=True)):
+        raise UnknownFormulaError
+    return proof.as_part_of(source, node)
 
 
 def _unsqueeze(proof: Proof, node: Node) -> Formula:
@@ -327,6 +363,6 @@ _RULES |= dict.fromkeys((operator.and_, torch.logical_and, "logical_and", "__and
 _RULES |= dict.fromkeys((operator.invert, torch.logical_not, "logical_not"), _negation)
 _RULES |= dict.fromkeys(("expand", "expand_as", "to", "bool", "int", "long", "contiguous", "clone", "detach"), _same)
 _RULES |= dict.fromkeys(("float", "half", "bfloat16", "double", "type_as"), _same)
-_RULES |= {"unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze, torch.diff: _diff, "diff": _diff}
+_RULES |= {"repeat": _repeat, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze, torch.diff: _diff, "diff": _diff}
 _RULES |= dict.fromkeys((torch.tril, "tril", torch.triu, "triu"), _triangle)
 _RULES |= {torch.cumsum: _cumsum, "cumsum": _cumsum}

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
-from te_compile.passes.index_formulas import Both, Sum, UnknownFormulaError, both_of, in_more_dimensions
+from te_compile.passes.index_formulas import Both, Sum, Truths, UnknownFormulaError, both_of, in_more_dimensions
 from te_compile.passes.mask_numbers import HIDDEN, PRODUCTS, QUOTIENTS, SUMS, most_that_swallows, number_in
 from te_compile.passes.node_formulas import Proof, lower_triangle
 from te_compile.passes.side_effects import may_change
@@ -41,6 +41,8 @@ def _before_scales(proof: Proof, mask: Node) -> tuple[Node, float]:
         source = mask.args[0] if mask.args else None
         if (mask.target in PRODUCTS or mask.target in QUOTIENTS) and len(mask.args) == 2 and not mask.kwargs:
             by = number_in(mask.args[1], proof.changes)
+            if by is not None and by < 0:
+                break
             is_kept = by is not None and 0 < by < math.inf and is_tensor(source)
             if not is_kept or not same_sizes(value_of(source).shape, value_of(mask).shape):
                 raise UnknownFormulaError
@@ -70,6 +72,20 @@ def _sum_allows(proof: Proof, total: Node, factor: float) -> Both:
     return result
 
 
+def _product_allows(proof: Proof, product: Node, factor: float, swallows: float) -> Both:
+    """Where attention may look under ``(1 - shown) * smallest``: truths as numbers, times one that hides."""
+    truths, number = product.args
+    hidden = number_in(number, proof.changes)
+    if hidden is None or not -math.inf < hidden or factor * hidden > swallows:  # 0 times infinity is no number
+        raise UnknownFormulaError
+    formula, dimensions = proof.as_part_of(truths, product), value_of(product).dim()
+    if isinstance(formula, Truths):
+        return formula.where.negated(value_of(product).shape)
+    if formula not in (Sum((0,) * dimensions, 0), Sum((0,) * dimensions, 1)):
+        raise UnknownFormulaError
+    return Both(dimensions, never=formula == Sum((0,) * dimensions, 1))
+
+
 def _allowed(proof: Proof, mask: Node, times: float = 1.0) -> Both:
     """Where attention may look, of a bool mask or of one that is added, so many times."""
     swallows = most_that_swallows(value_of(mask).dtype) if value_of(mask).dtype in _FLOATS else 0.0
@@ -82,6 +98,8 @@ def _allowed(proof: Proof, mask: Node, times: float = 1.0) -> Both:
         return Both(value_of(mask).dim())
     if mask.target in SUMS and len(mask.args) == 2 and not mask.kwargs:
         return _sum_allows(proof, mask, factor)
+    if mask.target in PRODUCTS and len(mask.args) == 2 and not mask.kwargs:
+        return _product_allows(proof, mask, factor, swallows)
     if called(mask) == "triu":
         hidden = number_in(argument(mask, 0, "input"), proof.changes)
         if hidden is None or factor * hidden > swallows:

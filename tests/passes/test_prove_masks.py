@@ -64,6 +64,12 @@ def scaled_with_the_scores(x: Tensor) -> Tensor:
     return (torch.where(causal(x), torch.zeros((), dtype=x.dtype), MINIMUM) * 0.25).to(x.dtype) / 8.0
 
 
+def causal_of_repeated_positions(x: Tensor) -> Tensor:
+    batch, q, k = grid(x)
+    at = torch.arange(x.shape[1]).unsqueeze(0).repeat(x.shape[0], 1)
+    return at[batch, k] <= at[batch, q]
+
+
 def beside_zeros(x: Tensor) -> Tensor:
     """As where there is no bias of positions."""
     n = x.shape[1]
@@ -94,6 +100,27 @@ def truths_written_as_numbers(x: Tensor) -> Tensor:
 
 def filled_of_its_kind(x: Tensor) -> Tensor:
     return x.new_full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+
+
+def opposite_times_the_smallest(x: Tensor) -> Tensor:
+    return (1.0 - causal(x).to(x.dtype)) * MINIMUM
+
+
+def opposite_of_whole_numbers(x: Tensor) -> Tensor:
+    return (1 - causal(x).long()).to(x.dtype) * MINIMUM * 0.5
+
+
+def opposite_of_ones(x: Tensor) -> Tensor:
+    """What a text without padding makes."""
+    shown = torch.ones(x.shape[:2])[:, None, None, :].to(x.dtype)
+    return (1.0 - shown) * MINIMUM
+
+
+def everything_of_ones(x: Tensor) -> Tensor:
+    """A text without padding, as indices pick it."""
+    batch, _, k = grid(x)
+    shown = torch.ones(x.shape[:2]).to(torch.bool)
+    return shown[batch, k].expand(-1, -1, x.shape[1], -1)
 
 
 def zeros(x: Tensor) -> Tensor:
@@ -367,6 +394,37 @@ def ones_as_positions(x: Tensor) -> Tensor:
     return at[None, :] <= torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.int64))
 
 
+def opposite_times_infinity(x: Tensor) -> Tensor:
+    """No number where it should be 0."""
+    return (1.0 - causal(x).to(x.dtype)) * float("-inf")
+
+
+def opposite_of_zeros(x: Tensor) -> Tensor:
+    """Which hides all."""
+    return (1.0 - zeros(x)) * MINIMUM
+
+
+def opposite_times_a_small_number(x: Tensor) -> Tensor:
+    return (1.0 - causal(x).to(x.dtype)) * -100.0
+
+
+def twice_the_opposite(x: Tensor) -> Tensor:
+    return (2.0 - causal(x).to(x.dtype)) * MINIMUM
+
+
+def positions_times_the_smallest(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]).expand(x.shape[1], -1) * MINIMUM
+
+
+def positions_that_begin_again(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1]).repeat(2)[: x.shape[1] + 1]
+    return at[None, 1:] <= at[1:, None]
+
+
+def nothing_of_zeros(x: Tensor) -> Tensor:
+    return zeros(x).bool()
+
+
 def triangle_of_one_column(x: Tensor) -> Tensor:
     """Which hides nothing."""
     n = x.shape[1]
@@ -454,12 +512,13 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
     causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
     scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle, beside_zeros, twice,
     where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers, filled_of_its_kind,
+    opposite_times_the_smallest, opposite_of_whole_numbers, causal_of_repeated_positions,
 ])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
 
 
-@pytest.mark.parametrize("mask", [everything, zeros])
+@pytest.mark.parametrize("mask", [everything, zeros, opposite_of_ones, everything_of_ones])
 def test_a_mask_that_is_always_true_is_proved_to_hide_nothing(mask: Mask) -> None:
     assert proof(mask, True) == proof(mask, False) == "all"
 
@@ -474,6 +533,8 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing(mask: Mask) -> Non
     truths_as_numbers, truths_as_larger_numbers, triangle_of_one_row_beside_zeros, beside_a_number, taken_away,
     taken_away_by_a_factor, beside_zeros_that_were_written, zeros_that_were_written, ones_of_the_wrong_half,
     triangle_of_ones, triangle_of_wrapped_ones, triangle_of_ones_that_were_written, ones_as_positions,
+    opposite_times_infinity, opposite_of_zeros, opposite_times_a_small_number, twice_the_opposite,
+    positions_times_the_smallest, positions_that_begin_again, nothing_of_zeros,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
@@ -493,7 +554,7 @@ def test_attention_under_a_mask_without_a_proof_is_the_models(mask: Mask) -> Non
 
 @pytest.mark.parametrize("mask", [
     zeros, beside_zeros, twice, where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers,
-    filled_of_its_kind,
+    filled_of_its_kind, opposite_times_the_smallest, opposite_of_whole_numbers, opposite_of_ones,
 ])  # fmt: skip
 def test_attention_under_a_proved_mask_is_the_models_at_every_length(mask: Mask) -> None:
     def run(x: Tensor) -> Tensor:
