@@ -24,6 +24,7 @@ from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
+from te_compile.passes.give_four_dimensions import give_four_dimensions
 from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.join_products import join_products
 from te_compile.passes.lay_out_attention_gradients import lay_out_attention_gradients
@@ -64,6 +65,7 @@ NORMALIZE_PASSES: tuple[GraphPass, ...] = (
     open_encoder_layers,  # before the norms inside them are looked for
     open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
     recognise_attention,
+    give_four_dimensions,
     recognise_norms,
     lower_losses,  # no linear's business, nor FP8's
 )

@@ -46,10 +46,10 @@ class Writer:
             node = self.place.graph.call_function(target, args, kwargs)
         return self._described(node, target)
 
-    def product(self, target: Callable[..., Any], *args: Any) -> Node:
+    def product(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of a function that multiplies matrices, in the dtype of ``place``: an autocast that was at work where
         Dynamo traced it is not at work here."""
-        node = self.call(target, *args)
+        node = self.call(target, *args, **kwargs)
         value = value_of(node)
         if value.dtype != value_of(self.place).dtype:
             with value.fake_mode:
