@@ -14,6 +14,7 @@ of them tell how far FP8 may move a result; a correct te_fp8 is one more of them
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,7 +73,14 @@ def statuses_of(sites: list[Site], model: nn.Module) -> dict[str, list[bool]]:
     # After a graph break names begin at the part of the model that was captured.
     full = {owner(name) for name, _ in model.named_parameters()} - found.keys()
     ends = {name: max((each for each in found if name.endswith(f".{each}")), key=len, default="") for name in full}
-    return found | {name: found[end] for name, end in ends.items() if end}
+    found |= {name: found[end] for name, end in ends.items() if end}
+    # Equal layers behind graph breaks run the code of those that came first, and are in no graph of their own.
+    alike = {_without_numbers(name): uses for name, uses in found.items()}
+    return {name: alike[kind] for name in full if (kind := _without_numbers(name)) in alike} | found
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
 
 class Fp8Products(TorchFunctionMode):

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 pytest.importorskip("transformers", reason="the zoo is made of Hugging Face models")
 
 from te_compile.ops import linear
-from tests.compiling import BACKEND
+from te_compile.passes import manager
+from tests.backend.models import Mlp
+from tests.compiling import BACKEND, compiled
+from tests.fuzz.emulation import statuses_of
 from tests.zoo.case import Architecture, Case, NotSupportedError, Place, Setting
 from tests.zoo.examine import Finding, examine
 from tests.zoo.models import ARCHITECTURES
@@ -129,6 +132,30 @@ def test_a_loss_of_next_to_nothing_is_all_rounding() -> None:
 
 def test_a_model_without_labels_has_no_loss_of_its_own() -> None:
     assert examine(GOOD, Setting(train=False)).labelled_loss_error is None
+
+
+class _Broken(nn.Module):
+    """Layers with graph breaks between, of which later ones run the code of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+def test_the_textbook_rounds_layers_that_share_code_too() -> None:
+    model = _Broken()
+    with manager.recording() as records:
+        compiled(model)(torch.randn(8, 32)).sum().backward()
+    sites = [site for record in records for site in record.plan.sites]
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(sites) < len(linears)
+    assert statuses_of(sites, model) == {name: [True] for name in linears}
 
 
 def test_what_fails_without_us_is_not_held_against_us() -> None:
