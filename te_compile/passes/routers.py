@@ -8,7 +8,7 @@ whose likeliest class is the likeliest of all.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Node
@@ -45,18 +45,22 @@ def by_router(site: Site, options: Options) -> Verdict:
     return None
 
 
-def by_router_behind(site: Site, routers: Collection[Site], linears: Collection[Node]) -> Verdict:
+def by_router_behind(site: Site, routers: Mapping[str, Collection[Node]], linears: Collection[Node]) -> Verdict:
     """The layers before a router's last, in the same module, which nothing else reads: what they round moves the pick
-    as well. ``routers``: what is known as one; ``linears``: the nodes of all linears."""
-    module = site.name.rpartition(".")[0]
-    beside = {each.node for each in routers if module and each.name.rpartition(".")[0] == module}
-    if not beside.intersection(reached(site.node, lambda node: node not in beside)):
+    as well. ``routers``: the nodes of what is known as one, by module; ``linears``: the nodes of all linears."""
+    beside = {*routers.get(module_around(site), ())}
+    if not beside or beside.isdisjoint(reached(site.node, lambda node: node not in beside)):
         return None
     readers = all_reached(site.node, lambda node: node not in beside and not _is_a_size(node))
     if readers is None or not beside.issuperset(node for node in readers if node in linears):
         return None
     why = "only what picks experts or entries reads its result, and FP8 rounding would change the pick"
     return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+
+
+def module_around(site: Site) -> str:
+    """The name of the module that holds ``site``, "" for none."""
+    return site.name.rpartition(".")[0]
 
 
 def _is_a_size(node: Node) -> bool:

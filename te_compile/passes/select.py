@@ -8,6 +8,7 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
@@ -21,7 +22,7 @@ from te_compile.passes.fp8_support import RULES_OF_SUPPORT, by_size
 from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.lm_heads import by_head, by_heads_beside
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
-from te_compile.passes.routers import by_router, by_router_behind
+from te_compile.passes.routers import by_router, by_router_behind, module_around
 from te_compile.passes.step_cost import too_dear_to_launch
 from te_compile.passes.written_tensors import writes
 
@@ -60,7 +61,7 @@ def select_linears(plan: Plan, options: Options) -> int:
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
     known: dict[Rule, tuple[Collection[Node | None], ...]] = {by_lookup: (tables,), by_head: (tables, linears)}
     heads: list[Site] = []
-    routers: list[Site] = []
+    routers = defaultdict[str, set[Node]](set)
     for site in plan.sites:
         for rule in RULES:
             if not _may_speak(rule, site):
@@ -69,8 +70,20 @@ def select_linears(plan: Plan, options: Options) -> int:
             if verdict is not None:
                 site.cause, site.reason = verdict
                 heads += [site] if rule is by_head else []
-                routers += [site] if rule is by_router else []
+                if rule is by_router and module_around(site):
+                    routers[module_around(site)].add(site.node)
                 break
+    _by_others(plan, heads, routers, linears)
+    for site, reason in by_cost(plan.selected, options):
+        site.keep(Cause.RULE, reason)
+    _one_device(plan)
+    if options.cost_model and any(value_of(site.x).device.type == "cuda" for site in plan.selected):
+        _only_what_the_step_gains_from(plan, options)
+    return len(plan.selected)
+
+
+def _by_others(plan: Plan, heads: list[Site], routers: dict[str, set[Node]], linears: set[Node]) -> None:
+    """Keep what goes with ``heads`` or, by module, with ``routers``: that can be told once these are known."""
     for site in plan.selected:
         verdict = by_heads_beside(site, heads)
         if verdict is not None:
@@ -79,13 +92,7 @@ def select_linears(plan: Plan, options: Options) -> int:
         verdict = by_router_behind(site, routers, linears)
         if verdict is not None:
             site.cause, site.reason = verdict
-            routers.append(site)
-    for site, reason in by_cost(plan.selected, options):
-        site.keep(Cause.RULE, reason)
-    _one_device(plan)
-    if options.cost_model and any(value_of(site.x).device.type == "cuda" for site in plan.selected):
-        _only_what_the_step_gains_from(plan, options)
-    return len(plan.selected)
+            routers[module_around(site)].add(site.node)
 
 
 def _only_what_the_step_gains_from(plan: Plan, options: Options) -> None:
