@@ -188,7 +188,7 @@ def sums_agree(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (11, 64), (16, 1000), (13, 1003), (5, 4096)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (11, 64), (6, 1000), (5, 1003), (2, 4096)])
 def test_sums_of_any_shape(dtype: torch.dtype, rows: int, columns: int, device: str) -> None:
     logits, targets = task(rows, columns, dtype, device)
     targets[3:4] = 0
