@@ -152,7 +152,7 @@ def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (full, lambda: qkv(width=256), "256 features"),
     (full, lambda: [heads(), heads(), heads(width=128)], "128 features a head, its queries 64"),
     (full, lambda: qkv(dtype=torch.float64), "its query is torch.float64"),
-    (full, lambda: [x[0] for x in qkv()], "3 dimensions"),
+    (full, lambda: [heads()[0], heads(1)[0], heads(1)[0]], "3 dimensions"),  # which broadcast: others are given four
     (causal, lambda: [heads(), heads(length=50), heads(length=50)], "gradients of causal attention with more or fewer"),
     (per_example, qkv, "inside a function transform"),
     (full, lambda: [heads(1), heads(), heads()], "1 heads of queries cannot share 4 of keys"),
