@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_compile import backend, weight_cache
+from te_compile import backend
 from te_compile.state_files import state_dict
 from tests.backend.models import Chain, Mlp
 from tests.compiling import compiled, gradients, train_step
-from tests.weight_changes import CHANGES, Launches, backward, data, edit_in_place, step_of
+from tests.weight_changes import CHANGES, Launches, addresses_of_copies, backward, data, edit_in_place, step_of
 from tests.weight_changes import launches as launches
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -115,15 +115,7 @@ def new_up(model: nn.Module) -> None:
 def test_for_cuda_graphs_copies_stay_where_they_are(
     in_place: None, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    addresses = []
-    original = weight_cache.CopiesOfGroup.inputs
-
-    def watched(*args: Any) -> Any:
-        inputs = original(*args)
-        addresses.append([each.data_ptr() for each in inputs])
-        return inputs
-
-    monkeypatch.setattr(weight_cache.CopiesOfGroup, "inputs", watched)
+    addresses = addresses_of_copies(monkeypatch)
     model, x = Mlp(), data()
     other = copy.deepcopy(model)
     got, got_state = [], []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from te_compile import weight_cache
 from te_compile.ops import registry
 
 
@@ -49,6 +50,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setitem(registry._TABLE, key, dataclasses.replace(original, function=quantize))
     return counted
+
+
+def addresses_of_copies(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Where the FP8 copies lie that each call from now on reads."""
+    addresses = []
+    original = weight_cache.CopiesOfGroup.inputs
+
+    def watched(*args: Any) -> Any:
+        inputs = original(*args)
+        addresses.append([each.data_ptr() for each in inputs])
+        return inputs
+
+    monkeypatch.setattr(weight_cache.CopiesOfGroup, "inputs", watched)
+    return addresses
 
 
 def data() -> Tensor:

@@ -24,7 +24,7 @@ from te_compile.passes.softmax_attention import SoftmaxAttention, keeps_rows
 from te_compile.passes.writing import Writer
 
 _VIEWS = ("view", "reshape", "flatten")
-_WIDEST = 256  # features of a head: beyond, PyTorch has neither flash nor cuDNN, and may compute it in float32
+_WIDEST = 256  # features of a head that flash attention takes
 
 
 class AttentionOperands:

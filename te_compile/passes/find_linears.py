@@ -175,10 +175,8 @@ def _no_fp8_form(form: str) -> str:
         return OTHER_FORM
     if form in RECURRENT:
         return f"this {form} makes its products inside of one operator; write them out with F.linear for FP8"
-    return f"this {form} is no product that has an FP8 form; {_ADVICE}"
-
-
-_ADVICE = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
+    advice = "write it as F.linear, x @ weight or torch.bmm(x, weights) for FP8, where it is one"
+    return f"this {form} is no product that has an FP8 form; {advice}"
 
 
 _PLAIN_PRODUCTS = {"matmul", "mm", "bmm"}

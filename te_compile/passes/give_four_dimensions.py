@@ -1,10 +1,10 @@
 """Give attention the four dimensions, batch, head, position and feature, that PyTorch's fused kernels ask for.
 
 ``F.scaled_dot_product_attention`` takes any number of leading dimensions. A model without heads hands over three, and
-one that attends within windows or blocks five; on a GPU either has no fused kernel then, and PyTorch computes scores in
-float32 and stores them all. A single head is a view of the former. Of the latter all leading dimensions but one become
-the batch, which is a view as well where that one is chosen so that the others lie behind one another in memory. The
-result gets its dimensions back.
+one that attends within windows or blocks five; PyTorch, up to 2.13 for three, has no fused kernel for either, computes
+scores in float32 and stores them all. A single head is a view of the former. Of the latter all leading dimensions but
+one become the batch, which is a view as well where that one is chosen so that the others lie behind one another in
+memory. The result gets its dimensions back.
 
 What stays as it is: operands that broadcast to each other, attention with a dropout, whose draws would be others, a
 mask that would have to be copied for each part of the batch, and more than one leading dimension of symbolic size.

@@ -21,6 +21,7 @@ from te_compile.recipe import ScaleRule
 from te_compile.state_files import state_dict
 from tests.compiling import compiled, cosine, gradients, relative_error, train_step
 from tests.needs import FP8_GPU
+from tests.weight_changes import addresses_of_copies
 
 pytestmark = [
     *FP8_GPU,
@@ -231,15 +232,7 @@ def test_replays_of_inductors_cuda_graphs_read_copies_that_are_made_anew_in_plac
 ) -> None:
     # Copies of a weight that does not change keep their scale; under delayed scaling those made anew have another one.
     changes = [step, edit_in_place, edit_data, *([lambda _: None] if recipe == "current" else [])]
-    addresses = []
-    original = weight_cache.CopiesOfGroup.inputs
-
-    def watched(*args: Any) -> Any:
-        inputs = original(*args)
-        addresses.append([each.data_ptr() for each in inputs])
-        return inputs
-
-    monkeypatch.setattr(weight_cache.CopiesOfGroup, "inputs", watched)
+    addresses = addresses_of_copies(monkeypatch)
     plain = on_gpu()
     graphed = copy.deepcopy(plain)
     x = data()

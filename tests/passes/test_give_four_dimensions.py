@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_compile
 from te_compile.passes.captured_nodes import value_of
@@ -121,6 +123,32 @@ def test_views_of_the_result_stay_views() -> None:
         return F.scaled_dot_product_attention(q, k, v).view(2, 4, 5 * QUERIES, WIDTH).sin()
 
     assert changed(viewed, torch.randn(2, 5, QUERIES, 3 * 4 * WIDTH, requires_grad=True))[0] == 1
+
+
+class _Multiplied(TorchDispatchMode):
+    """The dtypes of the products of matrices that attention makes outside of a fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bmm.default:
+            self.dtypes.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("leading", "products"), [((3,), 2 if torch.__version__ < "2.14" else 0), ((2, 3), 0), ((2, 3, 4), 2)]
+)
+def test_pytorch_fuses_four_dimensions_alone_and_computes_others_in_float32(
+    leading: tuple[int, ...], products: int
+) -> None:
+    """What the pass is for; PyTorch 2.14 fuses three dimensions itself."""
+    q, k, v = (torch.randn(*leading, QUERIES, WIDTH).bfloat16() for _ in "qkv")
+    with _Multiplied() as seen:
+        F.scaled_dot_product_attention(q, k, v)
+    assert seen.dtypes == [torch.float32] * products
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

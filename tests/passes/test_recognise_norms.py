@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -415,17 +416,18 @@ class Shifted(nn.Module):
         return self.linear(self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)))
 
 
+def recognised(counts: list[int], module: GraphModule, _: Any) -> Any:
+    """A backend for graphs with symbolic floats, that notes how many norms the pass takes in each."""
+    assert any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in module.graph.nodes)
+    counts.append(recognise_norms(module.graph))
+    module.recompile()
+    return module.forward
+
+
 def test_a_symbolic_eps_is_taken_as_it_is_and_guarded() -> None:
     model, counts = Shifted(), list[int]()
-
-    def keep(module: GraphModule, _: Any) -> Any:
-        assert any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in module.graph.nodes)
-        counts.append(recognise_norms(module.graph))
-        module.recompile()
-        return module.forward
-
     torch._dynamo.reset()
-    run = torch.compile(model, backend=keep, dynamic=True, fullgraph=True)
+    run = torch.compile(model, backend=partial(recognised, counts), dynamic=True, fullgraph=True)
     for model.eps, rows in ((EPS, 8), (EPS, 12), (0.5, 12)):
         x = torch.randn(rows, COLUMNS)
         torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
@@ -435,16 +437,9 @@ def test_a_symbolic_eps_is_taken_as_it_is_and_guarded() -> None:
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 def test_modules_of_torchs_are_recognised_where_all_is_dynamic(kind: Callable[..., nn.Module]) -> None:
     counts: list[int] = []
-
-    def keep(module: GraphModule, _: Any) -> Any:
-        assert any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in module.graph.nodes)
-        counts.append(recognise_norms(module.graph))
-        module.recompile()
-        return module.forward
-
     torch._dynamo.reset()
     model = nn.Sequential(kind(COLUMNS, eps=0.25), nn.Linear(COLUMNS, COLUMNS))
-    run = torch.compile(lambda x: model(x), backend=keep, dynamic=True, fullgraph=True)
+    run = torch.compile(lambda x: model(x), backend=partial(recognised, counts), dynamic=True, fullgraph=True)
     for rows in (8, 12):
         x = torch.randn(rows, COLUMNS)
         torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
