@@ -22,7 +22,7 @@ from te_compile.compilers import captures_cuda_graphs, compiler_of
 from te_compile.data_parallel import tell_of_cuts
 from te_compile.deferred_gradients import attached
 from te_compile.options import Options
-from te_compile.passes import NORMALIZE_PASSES, manager
+from te_compile.passes import manager, normalize_passes
 from te_compile.passes.attention_kernels import choose_attention_kernels
 from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.constants_across_cuts import constant_outputs, note_constant_inputs, telling
@@ -40,9 +40,11 @@ from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from te_compile.passes.select import select_linears
 from te_compile.passes.share_one_head import share_one_head
+from te_compile.passes.short_attentions import short_attentions
 from te_compile.passes.spell_out import spell_out_linears
 from te_compile.passes.undo_repeated_heads import undo_repeated_heads
 from te_compile.passes.varying_attentions import varying_attentions
+from te_compile.passes.widen_heads import widen_heads
 from te_compile.passes.window_attentions import window_attentions
 from te_compile.runtime import Runner, example_inputs_of
 
@@ -92,7 +94,7 @@ def rewrite(
         named = function.func if isinstance(function, partial) else function  # some of its arguments may be bound
         compilation.run(named.__name__, partial(function, *given), on)
 
-    for normalize in NORMALIZE_PASSES:
+    for normalize in normalize_passes(chosen):
         for region in regions:
             run(normalize, region.graph, on=region.graph)
     run(fold_masks, regions)
@@ -103,7 +105,9 @@ def rewrite(
     if chosen.recipe.fp8_dpa:  # after the masks: FP8 attention takes none
         run(lower_attentions, regions, plan, chosen)
     run(window_attentions, regions, plan)
+    run(widen_heads, regions, plan, chosen)  # after the windows, whose kernels take heads and guards as they are
     run(biased_attentions, regions, plan, chosen)
+    run(short_attentions, regions, plan)
     run(find_linears, regions, left, example_inputs, plan)
     run(select_linears, plan, chosen)
     run(choose_attention_kernels, regions, plan, chosen)

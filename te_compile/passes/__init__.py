@@ -7,9 +7,11 @@ forward and backward, where everything is decomposed and both directions fuse al
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch.fx import Graph
 
+from te_compile.options import Options
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.add_in_products import add_in_products
 from te_compile.passes.choose_implementations import choose_implementations
@@ -55,21 +57,24 @@ from te_compile.passes.transpose_late import transpose_late
 
 GraphPass = Callable[[Graph], int]
 
-NORMALIZE_PASSES: tuple[GraphPass, ...] = (
-    plain_operators,  # first: all others know operators as functions
-    drop_noop_casts,  # before the norms, which a no-op cast hides
-    drop_unread_operands,
-    drop_unread_values,  # after it, which leaves values of which only the shape was read
-    follow_writes,  # after them: who only looked at a shape reads neither what was before nor what is behind a write
-    make_apart,
-    open_encoder_layers,  # before the norms inside them are looked for
-    open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
-    recognise_attention,
-    give_four_dimensions,
-    recognise_norms,
-    lower_losses,  # no linear's business, nor FP8's
-)
-"""On Dynamo's graph and on every body inside it; then linears are found, selected and lowered (``backend``)."""
+
+def normalize_passes(options: Options) -> tuple[GraphPass, ...]:
+    """On Dynamo's graph and on every body inside it; then linears are found, selected and lowered (``backend``)."""
+    return (
+        plain_operators,  # first: all others know operators as functions
+        drop_noop_casts,  # before the norms, which a no-op cast hides
+        drop_unread_operands,
+        drop_unread_values,  # after it, which leaves values of which only the shape was read
+        follow_writes,  # after them: who only looked at a shape reads neither what was before nor behind a write
+        make_apart,
+        open_encoder_layers,  # before the norms inside them are looked for
+        open_attention_modules,  # the linears inside torch.nn's attention come out, and the view of what they read
+        partial(recognise_attention, options=options),
+        give_four_dimensions,
+        recognise_norms,
+        lower_losses,  # no linear's business, nor FP8's
+    )
+
 
 JOINT_PASSES: tuple[GraphPass, ...] = (
     direct_amaxes,  # first: there is less to look at for all that follow

@@ -16,6 +16,9 @@ from te_compile.passes.function_transforms import transforms_around
 ATTENTION_CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention, SINK_ATTENTION)
 """What such a node calls: the function, what it stands for, or our operator."""
 
+WIDEST_HEAD = 256
+"""The features of a head up to which PyTorch's flash and cuDNN kernels take it."""
+
 
 def attention_calls(graph: Graph) -> list[Node]:
     """Those that a pass may change, in order: none inside of a function transform."""

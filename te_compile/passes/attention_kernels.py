@@ -211,12 +211,13 @@ def choose_attention_kernels(
 
 
 def is_ordinary(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
-    """Is it a call of SDPA in high precision, in a graph that is rewritten and in no function transform?
+    """Is it a call of SDPA in high precision, in a graph that is rewritten and in no function transform, for which no
+    kernel has been chosen?
 
     graphs: those that are rewritten, by identity, with the nodes of each that function transforms are around.
     """
     node: Any = attention.node
-    if attention.status == "stays" or attention.precision == "fp8" or has_sinks(node):
+    if attention.status == "stays" or attention.precision == "fp8" or attention.kernel or has_sinks(node):
         return False
     return id(node.graph) in graphs and node not in graphs[id(node.graph)]
 

@@ -15,16 +15,16 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.attention_scores import NotAttentionError, same_sizes
-from te_compile.passes.captured_nodes import is_tensor, size_hint, value_of
+from te_compile.passes.captured_nodes import is_tensor, value_of
 from te_compile.passes.contractions import Operand
 from te_compile.passes.drop_noop_casts import is_cast
+from te_compile.passes.fused_attention_gains import check_that_scores_are_large
 from te_compile.passes.mask_numbers import number_in
 from te_compile.passes.side_effects import changes_after, undisturbed
 from te_compile.passes.softmax_attention import SoftmaxAttention, keeps_rows
 from te_compile.passes.writing import Writer
 
 _VIEWS = ("view", "reshape", "flatten")
-_WIDEST = 256  # features of a head that flash attention takes
 
 
 class AttentionOperands:
@@ -43,7 +43,7 @@ class AttentionOperands:
         right, of_right = self._stripped(product.right.swapped())
         operands = (left, right, self.found.product.right.before_transpositions(self._readable))
         query, key, value = (self._in_rows(self._operand(each)) for each in operands)
-        _check_that_scores_are_large(key)
+        check_that_scores_are_large(key)
         return query, key, value, of_left * (of_right * product.alpha)
 
     def beside_scores(self, x: Node, dimensions: int) -> Node:
@@ -128,14 +128,6 @@ class AttentionOperands:
                 "batch and heads are both of symbolic size; compile with dynamic=False for a fused kernel"
             )
         return sizes
-
-
-def _check_that_scores_are_large(key: Node) -> None:
-    """Attention between channels, say, whose features are all positions, stores few scores: nothing is saved there."""
-    keys, width = map(size_hint, value_of(key).shape[-2:])
-    if width > _WIDEST and keys <= width:
-        why = f"its heads have {width} features and only {keys} keys, so that its scores are smaller than its operands"
-        raise NotAttentionError(f"{why}; nothing to do: no fused kernel gains there")
 
 
 def _keeps_shape(node: Node) -> bool:

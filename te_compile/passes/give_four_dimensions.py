@@ -7,7 +7,9 @@ one become the batch, which is a view as well where that one is chosen so that t
 memory. The result gets its dimensions back.
 
 What stays as it is: operands that broadcast to each other, attention with a dropout, whose draws would be others, a
-mask that would have to be copied for each part of the batch, and more than one leading dimension of symbolic size.
+mask that would have to be copied for each part of the batch, and more than one leading dimension of symbolic size. So
+do heads of more than 256 features where there are gradients: of the fused kernels the memory-efficient one alone takes
+them, whose backward pass takes longer for them than products in float32 (``python -m benchmarks.odd_attention``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.passes.attention_calls import attention_calls, has_sinks
+from te_compile.passes.attention_calls import WIDEST_HEAD, attention_calls, has_sinks
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, size_hint, value_of, wrapped_kind
 from te_compile.passes.side_effects import may_change
@@ -90,6 +92,8 @@ def _way(attention: Node, operands: Sequence[Node]) -> _Way | None:
     if dimensions == 4 or dimensions < 2 or any(value.dim() != dimensions for value in values):
         return None
     if argument(attention, 4, "dropout_p", 0.0) != 0.0:
+        return None
+    if torch.is_grad_enabled() and any(size_hint(value.shape[-1]) > WIDEST_HEAD for value in values):
         return None
     same_dimensions = dimensions - 3 if shares_heads else dimensions - 2
     leading = [value.shape[:same_dimensions] for value in values]

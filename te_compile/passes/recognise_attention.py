@@ -6,8 +6,9 @@ one (``softmax_attention``). Scores that go through a tanh, weights that somebod
 after softmax: all of it stays, with the reason as ``meta[STAYS]`` on the softmax.
 
 Its operands are read as fused kernels take them (``attention_operands``), and masks and biases become one bias
-(``score_bias``). Sinks (ops/sink_attention.py) are what queries look at where no key is for them; with them
-``te::sink_attention`` takes the place. A row that a mask hides entirely has weights of zero then, and needs no care.
+(``score_bias``). Where a fused kernel would be the slower one it stays as well (``fused_attention_gains``). Sinks
+(ops/sink_attention.py) are what queries look at where no key is for them; with them ``te::sink_attention`` takes the
+place. A row that a mask hides entirely has weights of zero then, and needs no care.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from te_compile.ops.sink_attention import SINK_ATTENTION
+from te_compile.options import Options
 from te_compile.passes.attention_operands import AttentionOperands
 from te_compile.passes.attention_scores import NotAttentionError, Sinks, same_sizes
 from te_compile.passes.captured_nodes import called, value_of, wrapped_kind
 from te_compile.passes.contractions import Operand
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.fused_attention_gains import check_that_kernels_are_faster
 from te_compile.passes.score_bias import ScoreBias
 from te_compile.passes.softmax_attention import SoftmaxAttention, attention_around, is_softmax, keeps_rows
 from te_compile.passes.writing import Writer, refusals_are_expected
@@ -36,8 +39,9 @@ STAYS = "te_attention_stays"
 _ANY_LAYOUT = ("contiguous", "reshape", "flatten", "linear", "matmul", "clone")  # what takes any strides
 
 
-def recognise_attention(graph: Graph) -> int:
+def recognise_attention(graph: Graph, options: Options | None = None) -> int:
     """Replace attention that is spelled out by ``F.scaled_dot_product_attention``; returns how many times."""
+    options = Options() if options is None else options
     count, changes = 0, dict[Node, bool]()
     left = transforms_around(graph)
     for softmax in list(graph.nodes):
@@ -46,17 +50,17 @@ def recognise_attention(graph: Graph) -> int:
         try:
             found = attention_around(softmax, changes)
             if found is not None:
-                _rewrite(found, changes)
+                _rewrite(found, changes, options)
                 count += 1
         except NotAttentionError as why:
             softmax.meta[STAYS] = str(why)
     return count
 
 
-def _rewrite(found: SoftmaxAttention, changes: dict[Node, bool]) -> None:
+def _rewrite(found: SoftmaxAttention, changes: dict[Node, bool], options: Options) -> None:
     """Put the new attention where the model's result stood; raises, and changes nothing, where it would be another."""
     old, write = found.output, Writer(found.output)
-    new, result = _written(found, write, changes)
+    new, result = _written(found, write, changes, options)
     new.meta[RECOGNISED] = True
     for user in list(old.users):
         in_order = found.product.result == tuple(range(len(found.product.result)))
@@ -71,12 +75,12 @@ def _rewrite(found: SoftmaxAttention, changes: dict[Node, bool]) -> None:
         _erase_unused(operand.node)
 
 
-def _written(found: SoftmaxAttention, write: Writer, changes: dict[Node, bool]) -> tuple[Node, Node]:
+def _written(found: SoftmaxAttention, write: Writer, changes: dict[Node, bool], options: Options) -> tuple[Node, Node]:
     """The new attention, and what it gives as the model's result; raises, and leaves nothing, where it is another."""
     old = found.output
     try:
         with refusals_are_expected():
-            new = _attention(AttentionOperands(found, write, changes))
+            new = _attention(AttentionOperands(found, write, changes), options)
             joined = write.method("flatten", new, 0, 1) if value_of(old).dim() == 3 else new
             result = Operand(joined, found.product.result).written(write)
         # Autocast that begins inside the graph is not in force here; what it casts would come out in another dtype.
@@ -94,7 +98,7 @@ def _written(found: SoftmaxAttention, write: Writer, changes: dict[Node, bool]) 
     return new, result
 
 
-def _attention(operands: AttentionOperands) -> Node:
+def _attention(operands: AttentionOperands, options: Options) -> Node:
     """The new attention, [B, H, Q, V]."""
     query, key, value, scale = operands.written()
     told = ScoreBias(operands, query, scale)
@@ -104,6 +108,7 @@ def _attention(operands: AttentionOperands) -> Node:
     sinks = operands.found.scores.sinks
     if sinks is not None:
         return _beside_sinks(operands, told, key, value, sinks)
+    check_that_kernels_are_faster(operands.found, told.query, key, told.bias, options)
     return operands.write.call(
         F.scaled_dot_product_attention, told.query, key, value,
         attn_mask=told.bias, dropout_p=operands.found.dropout, scale=told.scale,

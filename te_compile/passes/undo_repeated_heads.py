@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from te_compile.passes.attention_calls import attention_calls
+from te_compile.passes.attention_calls import WIDEST_HEAD, attention_calls
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, is_tensor, value_of
 from te_compile.passes.fold_masks import MASK_STAYS
@@ -29,7 +29,6 @@ COPIES_STAY = "te_copies_stay"
 """Meta key of an attention: why it goes on reading copies of key heads."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WIDEST = 256  # features of a head that flash attention takes
 _ALL = slice(None, None, None)
 
 
@@ -96,8 +95,8 @@ def why_not_shared(attention: Node) -> str:
         return f"with a mask no fused kernel shares them; {_what_to_do_about_the_mask(attention)}"
     if value_of(attention).dtype not in _DTYPES:
         return f"in {value_of(attention).dtype} no fused kernel shares them; use bfloat16 or float16"
-    if len(widths) != 1 or not all(isinstance(width, int) and width <= _WIDEST for width in widths):
-        why = f"no fused kernel shares heads wider than {_WIDEST}, or of several widths"
+    if len(widths) != 1 or not all(isinstance(width, int) and width <= WIDEST_HEAD for width in widths):
+        why = f"no fused kernel shares heads wider than {WIDEST_HEAD}, or of several widths"
         return f"{why}; nothing to do: it would be slower"
     if query.dim() != 4 or argument(attention, 7, "enable_gqa", False) is not False:
         return "queries share them a second time (enable_gqa=True); make copies or enable_gqa do it all"

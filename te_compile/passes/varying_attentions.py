@@ -72,7 +72,7 @@ def _is_left_to_pytorch(attention: Attention, graphs: dict[int, dict[Node, str]]
     """Is it an ordinary call of SDPA without a mask, in a graph that is rewritten, which these kernels would run
     faster?"""
     node: Any = attention.node
-    if not is_ordinary(attention, graphs) or attention.kernel or not is_plain(node):
+    if not is_ordinary(attention, graphs) or not is_plain(node):
         return False
     batch, _, length, _ = value_of(node).shape
     return not (isinstance(batch, int) and isinstance(length, int)) or takes_flash_first()

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.options import Options
-from te_compile.passes.biased_attentions import EFFICIENT_ATTENTION, biased_attentions
+from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.captured_nodes import argument, value_of
+from te_compile.passes.efficient_attention import EFFICIENT_ATTENTION
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of

@@ -1,0 +1,85 @@
+"""Attention of few queries and keys, as within windows of an image, on the kernel that is the fastest there.
+
+Tiles of cuDNN's and of flash's kernels are 64 to 128 queries long. Of heads with fewer positions than that most of a
+tile is empty, and cuDNN reads a bias whose rows are not aligned element by element. PyTorch's memory-efficient kernel
+loses less: ``python -m benchmarks.odd_attention`` has the times. Only what was measured is changed: up to 64 queries
+and keys of up to 64 features, in 16 bits, on compute capability 9.0. A bias that learns has its place elsewhere
+(``biased_attentions``), and an order of kernels that the user has set stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from te_compile.ops.registry import Target
+from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, is_plain, takes_its_own_order
+from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
+from te_compile.passes.efficient_attention import (
+    HALVES,
+    Runs,
+    call_efficiently,
+    may_be_called,
+    operands_of,
+    runs_efficiently,
+)
+from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.regions import Region
+from te_compile.passes.side_effects import may_change
+
+_MEASURED_ON = (9, 0)
+_POSITIONS = range(16, 65)
+_WIDEST = 64
+
+
+def runs_fastest(node: Node) -> bool:
+    """Is attention on a device where the memory-efficient kernel was measured, and takes heads like these?"""
+    return Target.of(value_of(node).device).capability == _MEASURED_ON and runs_efficiently(node)
+
+
+def short_attentions(regions: list[Region], plan: Plan, runs: Runs = runs_fastest) -> int:
+    """Call the memory-efficient kernel for attention of few positions; returns for how many.
+
+    ``plan`` must know them (find_attentions). runs: is the kernel there, and is it the fastest?
+    """
+    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
+        return 0
+    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    changed, changes = 0, dict[Node, bool]()
+    for index, attention in enumerate(plan.attentions):
+        if not _is_short(attention, graphs) or not may_be_called(attention.node) or not runs(attention.node):
+            continue
+        if torch.is_grad_enabled() and may_change(attention.node, changes):
+            continue  # a fused kernel's gradients read the result as it was
+        plan.attentions[index] = call_efficiently(attention, "short")
+        changed += 1
+    return changed
+
+
+def _is_short(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
+    """Is it an ordinary call of SDPA for few positions, in 16 bits, without a dropout or a bias that learns?"""
+    node: Any = attention.node
+    if not is_ordinary(attention, graphs):
+        return False
+    operands = operands_of(node)
+    if any(map(wrapped_kind, operands)) or not is_plain(node, masked=operands[3] is not None):
+        return False
+    mask, causal = value_of(operands[3]), argument(node, 5, "is_causal", False)
+    if argument(node, 4, "dropout_p", 0.0) != 0 or (mask is not None and (causal or _learns(mask))):
+        return False
+    return value_of(node).dtype in HALVES and all(_fits(value_of(each).shape) for each in operands[:3])
+
+
+def _learns(mask: Tensor) -> bool:
+    return torch.is_grad_enabled() and mask.requires_grad
+
+
+def _fits(shape: Sequence[Any]) -> bool:
+    *_, positions, width = shape
+    are_numbers = isinstance(positions, int) and isinstance(width, int)
+    return are_numbers and positions in _POSITIONS and width <= _WIDEST
