@@ -146,3 +146,9 @@ def attention_microseconds(heads: int, queries: int, keys: int, width: int, *, c
     """The device's time for scaled dot products of ``heads`` heads, those of all sequences together."""
     flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
     return flops * (3.5 if training else 1.0) / ATTENTION_FLOPS_PER_MICROSECOND
+
+
+def scores_microseconds(scores: int, *, training: bool) -> float:
+    """The device's time for attention that is spelled out: so many scores are written and read in 16 bits by softmax
+    and by both products, and with their gradients by five kernels more."""
+    return 2.0 * scores * (11 if training else 4) / BYTES_PER_MICROSECOND

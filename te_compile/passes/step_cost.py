@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._inductor import config, list_mode_options
+from torch._ops import HigherOrderOperator
 
 from te_compile.options import Options
 from te_compile.passes import speed
@@ -70,9 +71,9 @@ def replays_cuda_graphs(options: Options) -> bool:
 
 
 def _attention_time(attention: Attention, training: bool) -> float:
-    """The device's time for one attention; 0 for what is no call of SDPA, or of unknown shape."""
-    if attention.status == "stays":  # its node is a softmax
-        return 0.0
+    """The device's time for one attention; 0 where nobody knows its shape."""
+    if attention.status == "stays":
+        return _time_spelled_out(attention, training)
     q, k = (value_of(argument(attention.node, place, name)) for place, name in ((0, "query"), (1, "key")))
     if not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dim() < 3:
         return 0.0
@@ -83,6 +84,15 @@ def _attention_time(attention: Attention, training: bool) -> float:
         left, right = attention.node.args[3:5]
         keys = min(keys, int(left) + 1 + int(right))  # type: ignore[arg-type]  # numbers, by the operator's schema
     return speed.attention_microseconds(heads, queries, keys, width, causal=causal, training=training)
+
+
+def _time_spelled_out(attention: Attention, training: bool) -> float:
+    """The device's time for attention of which the plan knows the softmax or its scores, which it does of no call."""
+    scores = value_of(attention.node)
+    is_call = isinstance(attention.node.target, HigherOrderOperator) or not isinstance(scores, Tensor)
+    if is_call or scores.dim() < 3:
+        return 0.0
+    return speed.scores_microseconds(math.prod(map(size_hint, scores.shape)), training=training)
 
 
 def high_precision_step(plan: Plan, training: bool) -> Step:

@@ -51,6 +51,16 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.parametrize("dimensions", [3, 5])
+def test_heads_that_no_fast_kernel_takes_keep_their_dimensions_in_training(dimensions: int) -> None:
+    leading = (2,) if dimensions == 3 else (2, 3, 2)
+    wide = [torch.randn(*leading, 8, 264).requires_grad_() for _ in range(3)]
+    assert changed(plain, *wide)[0] == 0
+    with torch.no_grad():
+        gm, _ = captured(plain, *wide)
+        assert give_four_dimensions(gm.graph) == 1
+
+
 @pytest.mark.parametrize("run", [plain, causal])
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3, 4), (2, 1, 3, 4)])
 def test_attention_gets_four_dimensions(run: Callable[..., Tensor], leading: tuple[int, ...]) -> None:

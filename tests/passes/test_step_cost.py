@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from te_compile.options import Options
 from te_compile.passes import select, speed, step_cost
@@ -194,12 +195,26 @@ def test_attention_counts_as_time_of_the_device(causal: bool) -> None:
     assert high_precision_step(plan, True).device == pytest.approx(expected)
 
 
-def test_attention_that_stays_as_it_is_written_is_not_counted() -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_that_stays_counts_as_moving_its_scores(training: bool) -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax(torch.tanh(q @ k.mT), -1) @ v
 
     gm, _ = captured(capped, *(torch.randn(2, 4, 32, 16) for _ in range(3)))
     recognise_attention(gm.graph)
+    plan = Plan()
+    find_attentions(*regions_of(gm), plan)
+    assert [attention.status for attention in plan.attentions] == ["stays"]
+    scores = 2 * 4 * 32 * 32
+    expected = 2 * scores * (11 if training else 4) / speed.BYTES_PER_MICROSECOND
+    assert high_precision_step(plan, training).device == pytest.approx(expected)
+
+
+def test_a_call_that_stays_is_not_counted() -> None:
+    def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v)
+
+    gm, _ = captured(flexible, *(torch.randn(2, 4, 32, 16) for _ in range(3)))
     plan = Plan()
     find_attentions(*regions_of(gm), plan)
     assert [attention.status for attention in plan.attentions] == ["stays"]
