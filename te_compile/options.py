@@ -15,7 +15,8 @@ option                      default     meaning
 ``lm_head``                 False       may the projection to logits go to FP8?
 ``strict``                  False       is an eligible linear that stays in high precision an error?
 ``compiler``                "inductor"  "aot_eager" runs the rewritten graph as it is: debugging, fast tests
-``cost_model``              True        on a GPU, leave linears alone that are too small to gain
+``cost_model``              True        on a GPU, leave linears alone that are too small to gain, and attention that is
+                                        spelled out where no fused kernel is faster
 ``cache_weights``           True        keep FP8 copies of weights from call to call while the weights stay the same;
                                         else each product quantises its weight for itself, and no copy outlives it
 ``save_memory``             False       the smallest peak in training: transposed FP8 copies of activations are made in
