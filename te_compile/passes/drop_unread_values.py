@@ -10,12 +10,13 @@ draws random numbers stays, for all that is drawn behind it would be other numbe
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from te_compile.passes.captured_nodes import called, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import argument, called, value_of, wrapped_kind
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.weight_expressions import draws, is_product
 from te_compile.passes.written_tensors import writes
@@ -31,14 +32,32 @@ def _only_computes(node: Node) -> bool:
     # A size that the data decides is known by the node that found it, to whoever reads the size.
     if any(free_unbacked_symbols(each) for each in results):
         return False
-    return not (is_product(node) or draws(node) or writes(node) or node.is_impure())
+    return not ((draws(node) and _may_drop(node)) or writes(node) or node.is_impure())
+
+
+def _may_drop(node: Node) -> bool:
+    """Is ``node``, which draws by its name, no dropout that is off, nor attention without one?"""
+    if node.target is F.scaled_dot_product_attention:
+        return argument(node, 4, "dropout_p", 0.0) != 0
+    if called(node) == "dropout":
+        return argument(node, 1, "p", 0.5) != 0 and argument(node, 2, "training", True) is not False
+    return True
+
+
+def unread_values(graph: Graph) -> set[Node]:
+    """What is computed and read by nobody, or by such nodes alone: a whole head whose result the model does not use."""
+    transformed, unread = transforms_around(graph), set[Node]()
+    for node in reversed(graph.nodes):
+        if unread.issuperset(node.users) and node not in transformed and _only_computes(node):
+            unread.add(node)
+    return unread
 
 
 def drop_unread_values(graph: Graph) -> int:
     """Erase the tensors that nobody reads, and what is then read by nobody; returns how many nodes."""
     transformed, count = transforms_around(graph), 0
     for node in reversed(graph.nodes):
-        if not node.users and node not in transformed and _only_computes(node):
+        if not node.users and node not in transformed and _only_computes(node) and not is_product(node):
             graph.erase_node(node)
             count += 1
     return count

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import value_of
+from te_compile.passes.drop_unread_values import unread_values
 from te_compile.passes.embedding_tables import by_lookup, embedding_tables
 from te_compile.passes.fp8_support import RULES_OF_SUPPORT, by_size
 from te_compile.passes.linear_cost import by_cost
@@ -33,11 +34,13 @@ def by_user(site: Site, options: Options) -> Verdict:
     return (Cause.USER, reason) if reason else None
 
 
-def by_readers(site: Site, options: Options) -> Verdict:
-    """A result that nobody reads is not computed in high precision; in FP8 its scales would have it computed."""
-    if site.node.users or writes(site.node):
+def by_readers(site: Site, options: Options, unread: Collection[Node] = ()) -> Verdict:
+    """A result that nobody reads is not computed in high precision; in FP8 its scales would have it computed. Nor is
+    what goes into such results alone, the other layers of a head that the model does not use. ``unread``: all those."""
+    if site.node not in unread and (site.node.users or writes(site.node)):
         return None
-    return Cause.RULE, "nobody reads its result; nothing to do: it is not computed"
+    what = "what is made of its result" if site.node.users else "its result"
+    return Cause.RULE, f"nobody reads {what}; nothing to do: it is not computed"
 
 
 Rule: TypeAlias = Callable[..., Verdict]
@@ -59,7 +62,10 @@ def _may_speak(rule: Rule, site: Site) -> bool:
 def select_linears(plan: Plan, options: Options) -> int:
     """Give every site of ``plan`` its verdict; returns how many go to FP8."""
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
-    known: dict[Rule, tuple[Collection[Node | None], ...]] = {by_lookup: (tables,), by_head: (tables, linears)}
+    unread = {node for graph in {node.graph for node in linears} for node in unread_values(graph)}
+    known: dict[Rule, tuple[Collection[Node | None], ...]] = {
+        by_readers: (unread,), by_lookup: (tables,), by_head: (tables, linears),
+    }  # fmt: skip
     heads: list[Site] = []
     routers = defaultdict[str, set[Node]](set)
     for site in plan.sites:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -63,6 +64,34 @@ def test_what_nobody_reads_is_not_computed_for_its_scales() -> None:
     unread, read = plan.sites
     assert (unread.status, unread.reason) == ("kept", "nobody reads its result; nothing to do: it is not computed")
     assert (read.status, read.reason) == ("fp8", "")
+
+
+class HeadForNobody(nn.Module):
+    """A linear, and a pooling head behind it whose result ``forward`` throws away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.values = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.norm, self.dropout = nn.LayerNorm(64), nn.Dropout(0.1)
+        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        pooled = F.scaled_dot_product_attention(y[:, :1], y, self.values(y))
+        self.fc2(self.dropout(self.fc1(self.norm(pooled)).relu()))
+        return y.sin()
+
+
+def test_nor_is_what_only_such_results_are_made_of() -> None:
+    plan = planned(HeadForNobody().eval(), torch.randn(2, 5, 32))
+    reasons = {site.name: site.reason.partition(";")[0] for site in plan.sites}
+    of_others = "nobody reads what is made of its result"
+    assert reasons == {"body": "", "values": of_others, "fc1": of_others, "fc2": "nobody reads its result"}
+
+
+def test_what_a_dropout_reads_is_computed_for_what_it_draws() -> None:
+    plan = planned(HeadForNobody().train(), torch.randn(2, 5, 32))
+    assert [site.name for site in plan.sites if site.status == "kept"] == ["fc2"]
 
 
 # --- strict --------------------------------------------------------------------------------------------------------
