@@ -2,13 +2,15 @@
 
 They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise. Where a router has
 several layers, those before its last are kept with it. A detector picks its queries in the same way, from the places
-whose likeliest class is the likeliest of all.
+whose likeliest class is the likeliest of all, and a map of scores is reduced to its peaks, which equal the largest
+around them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import permutations
 
 import torch
 from torch.fx import Node
@@ -24,6 +26,8 @@ _ROUTING = {
     "softplus", "exp", "log", "sqrt", "square", "pow", "normalize", "layer_norm", "rms_norm",
 }  # fmt: skip
 _LARGEST = {"max", "min", "amax", "amin", "values"}
+_LARGEST_AROUND = {"max_pool1d", "max_pool2d", "max_pool3d", *_LARGEST}
+_COMPARISONS = {"eq", "ge", "le"}
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _KNOWN = SAME_VALUES | ARITHMETIC | _ROUTING
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
@@ -36,7 +40,7 @@ def by_router(site: Site, options: Options) -> Verdict:
         is_codebook = weight is not None and (is_table(weight) or is_read_by_ones(weight))
         if is_codebook:
             what, picked = "a codebook", "entries of a table"
-        elif _decides(site, _KNOWN):
+        elif _decides(site, _KNOWN, _gives_places):
             what, picked = "a router", "experts"
         else:
             what, picked = "scores of places", "those that are read on"
@@ -69,16 +73,36 @@ def _is_a_size(node: Node) -> bool:
 
 def is_picked_from(site: Site) -> bool:
     """Does the largest or smallest of what ``site`` gives decide what is computed next?"""
-    return _decides(site, _KNOWN | _LARGEST)
+    return _decides(site, _KNOWN | _LARGEST, picks)
 
 
-def _decides(site: Site, known: Collection[str]) -> bool:
+def _decides(site: Site, known: Collection[str], is_pick: Callable[[Node], bool]) -> bool:
     """Does a pick read what ``site`` gives, behind nothing that is not ``known``?"""
-    return site.features[1] <= 1024 and any(map(picks, reached(site.node, lambda node: plain_name(node) in known)))
+    return site.features[1] <= 1024 and any(map(is_pick, reached(site.node, lambda node: plain_name(node) in known)))
 
 
 def picks(node: Node) -> bool:
     """Does ``node`` say where the largest or smallest are?"""
+    return _gives_places(node) or _compares_with_the_largest(node)
+
+
+def _compares_with_the_largest(node: Node) -> bool:
+    """Does ``node`` ask which scores are the largest of them, or of those around, as the peaks of a map are?"""
+    if plain_name(node) not in _COMPARISONS:
+        return False
+    return any(_is_the_largest_of(one, other) for one, other in permutations(node.all_input_nodes, 2))
+
+
+def _is_the_largest_of(node: Node, scores: Node) -> bool:
+    is_largest = False
+    while node is not scores and node.all_input_nodes and plain_name(node) in SAME_VALUES | _LARGEST_AROUND:
+        is_largest |= plain_name(node) in _LARGEST_AROUND
+        node = node.all_input_nodes[0]
+    return node is scores and is_largest
+
+
+def _gives_places(node: Node) -> bool:
+    """Is the result of ``node`` the indices of the largest or smallest?"""
     if plain_name(node) in _PICKS_WITH_VALUES:
         places = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
         return any(user.users for user in places) or any(name_called(user) == "indices" for user in node.users)

@@ -79,6 +79,39 @@ def test_scores_of_whose_places_the_likeliest_are_read_on_keep_their_precision(
     assert picking.cause is Cause.RULE and "scores of places" in picking.reason and reading.status == "fp8"
 
 
+class Peaks(nn.Module):
+    """A map of scores, of which those stay that are ``largest`` there, and another layer of the same features."""
+
+    def __init__(self, largest: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scores, self.others, self.largest = nn.Conv2d(32, 17, 1), nn.Conv2d(32, 32, 1), largest
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scores(x).softmax(1)[:, :-1]
+        return torch.where(self.largest(scores), scores, 0.0), self.others(x).relu()
+
+
+@pytest.mark.parametrize(
+    "largest",
+    [
+        lambda scores: scores == F.max_pool2d(scores, 3, stride=1, padding=1),
+        lambda scores: F.max_pool2d(scores, 3, stride=1, padding=1).eq(scores),
+        lambda scores: scores >= scores.amax((2, 3), keepdim=True),
+        lambda scores: scores == scores.max(1, keepdim=True)[0],
+    ],
+)
+def test_scores_whose_peaks_are_kept_keep_their_precision(largest: Callable[[Tensor], Tensor]) -> None:
+    scores, others = planned(Peaks(largest), torch.randn(2, 32, 8, 8)).sites
+    assert (scores.cause, others.status) == (Cause.RULE, "fp8")
+    assert scores.reason.startswith("scores of places: its result picks those that are read on")
+
+
+@pytest.mark.parametrize("alike", [lambda scores: scores >= 0.1, lambda scores: scores > scores.mean((2, 3), True)])
+def test_scores_above_a_bound_are_no_pick(alike: Callable[[Tensor], Tensor]) -> None:
+    scores, _ = planned(Peaks(alike), torch.randn(2, 32, 8, 8)).sites
+    assert scores.status == "fp8"
+
+
 def test_a_router_whose_groups_have_the_score_of_their_best_is_one() -> None:
     gate = nn.Linear(32, 32)
 
