@@ -53,6 +53,20 @@ def is_read_by_ones(weight: Node) -> bool:
     return any(_is_one_hot(each) for reader in readers for each in reader.all_input_nodes)
 
 
+def is_measured(weight: Node) -> bool:
+    """Are rows of ``weight`` squared, in this graph, as for their distances to what is multiplied by them?"""
+    return any(_squares(reader) for reader in reached(weight, keeps_values))
+
+
+def _squares(node: Node) -> bool:
+    if plain_name(node) == "pow":
+        return argument(node, 1, "exponent") == 2
+    factors = [each for each in node.args if isinstance(each, Node)]
+    return plain_name(node) == "square" or (
+        plain_name(node) == "mul" and len(factors) == 2 and factors[0] is factors[1]
+    )
+
+
 def by_lookup(site: Site, options: Options, tables: Collection[Node | None] = ()) -> Verdict:
     """What is multiplied by rows that were looked up in a table, as attention scores are by relative positions, what
     looks rows up that were found by the table itself, as entries of a codebook are, and what mixes the rows of one that

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, name_called, value_of
-from te_compile.passes.embedding_tables import is_read_by_ones, is_table
+from te_compile.passes.embedding_tables import is_measured, is_read_by_ones, is_table
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, all_reached, plain_name, reached
 
@@ -28,6 +28,7 @@ _ROUTING = {
 _LARGEST = {"max", "min", "amax", "amin", "values"}
 _LARGEST_AROUND = {"max_pool1d", "max_pool2d", "max_pool3d", *_LARGEST}
 _COMPARISONS = {"eq", "ge", "le"}
+_SAYS_CODEBOOK = (is_table, is_read_by_ones, is_measured)
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _KNOWN = SAME_VALUES | ARITHMETIC | _ROUTING
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
@@ -37,7 +38,7 @@ def by_router(site: Site, options: Options) -> Verdict:
     """Routers pick experts, and codebooks entries: a small error flips a discrete choice."""
     if is_picked_from(site):
         weight = site.root_weight or site.weight
-        is_codebook = weight is not None and (is_table(weight) or is_read_by_ones(weight))
+        is_codebook = weight is not None and any(say(weight) for say in _SAYS_CODEBOOK)
         if is_codebook:
             what, picked = "a codebook", "entries of a table"
         elif _decides(site, _KNOWN, _gives_places):

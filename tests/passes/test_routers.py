@@ -264,6 +264,25 @@ def test_entries_of_a_codebook_that_a_product_picks_are_not_rounded(ones: str) -
     assert [site.status for site in sites if site.name != "table"] == ["fp8", "fp8"]
 
 
+class Tokens(Codebook):
+    """The same of which only the numbers of the entries are asked for, as of a tokeniser of pictures."""
+
+    def __init__(self, squares: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.squares = squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, entries = self.encode(x), self.table.weight
+        distances = self.squares(z).sum(-1, keepdim=True) + self.squares(entries).sum(1) - 2 * z @ entries.t()
+        return distances.argmin(-1)
+
+
+@pytest.mark.parametrize("squares", [torch.square, lambda x: x**2, lambda x: x.pow(2), lambda x: x * x])
+def test_a_codebook_whose_entries_are_not_read_is_one_by_its_distances(squares: Callable[[Tensor], Tensor]) -> None:
+    encode, table = planned(Tokens(squares), torch.randn(16, 64)).sites
+    assert encode.status == "fp8" and table.reason.startswith("a codebook: its result picks entries")
+
+
 def test_a_linear_of_one_hot_codes_that_are_given_is_a_linear() -> None:
     fc = nn.Linear(64, 32)
     assert verdict(lambda x: fc(F.one_hot(x, 64).float()), torch.randint(0, 64, (10,))).status == "fp8"
