@@ -69,6 +69,7 @@ _PURE_FUNCTIONS = {
     torch.remainder, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, torch.bitwise_not,
     torch.eye, torch.flip, torch.permute, torch.flatten, torch.broadcast_to, torch.concat, torch.concatenate,
     torch.hstack, torch.vstack, torch.outer, torch.meshgrid, torch.log, torch.narrow, torch.t, torch.repeat_interleave,
+    torch.sum, torch.all, torch.any,
 }  # fmt: skip
 _PURE_METHODS = {
     "new_ones", "new_zeros", "new_full", "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "transpose",
@@ -76,7 +77,7 @@ _PURE_METHODS = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "masked_fill", "where", "repeat",
     "sub", "add", "mul", "div", "neg", "abs", "all", "any", "flatten", "detach", "half", "bfloat16", "double",
     "clamp", "pow", "flip", "movedim", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not",
-    "log", "narrow", "t", "swapaxes", "swapdims", "outer",
+    "log", "narrow", "t", "swapaxes", "swapdims", "outer", "unfold", "sum",
 }  # fmt: skip
 
 

@@ -220,6 +220,21 @@ def read_before_it_is_changed(x: Tensor) -> Tensor:
     return row.expand(x.shape[1], -1).tril(-1).nan_to_num(neginf=-3.0)
 
 
+def patches_with_pixels(pixels: Tensor) -> Tensor:
+    """Of pictures of 4 × 6 patches those that have a pixel to see, as keys."""
+    patches = pixels.unfold(1, 8, 8).unfold(2, 8, 8)
+    return (patches.sum(dim=(-1, -2)) > 0).flatten(1)[:, None, None, :].expand(-1, -1, LENGTH, -1)
+
+
+def whole_pictures(x: Tensor) -> Tensor:
+    return patches_with_pixels(torch.ones(x.shape[0], 32, 48, dtype=torch.bool))
+
+
+def pictures_with_a_border(x: Tensor) -> Tensor:
+    inside = torch.arange(48) < 40
+    return patches_with_pixels(torch.ones(x.shape[0], 32, 48, dtype=torch.bool) & inside)
+
+
 def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
     """How many masks were folded, and the results with and without te_fp8; linears stay in high precision."""
     fast = torch.compile(model, backend=BACKEND, options={"compiler": "aot_eager", "exclude": "*"})
@@ -233,7 +248,7 @@ def folded(model: nn.Module, *inputs: Tensor) -> tuple[int, Tensor, Tensor]:
 @pytest.mark.parametrize("mask", [
     causal, additive, one_packed_sequence, wide_window, wide_window_both_ways, everything, added_and_scaled, a_triangle,
     a_triangle_of_its_kind, ones_of_its_kind, ones_as_many, a_triangle_in_place, filled_in_place, hidden_in_place,
-    beside_an_empty_cache, by_a_grid, a_logarithm,
+    beside_an_empty_cache, by_a_grid, a_logarithm, whole_pictures,
 ])  # fmt: skip
 def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
@@ -245,7 +260,7 @@ def test_a_mask_built_from_positions_alone_is_folded(mask: Mask, recomputed: boo
 @pytest.mark.parametrize("mask", [
     window, from_data, filled_by_data, written_into, written_into_flat, written_into_data, written_into_turned,
     written_into_by_position, written_into_a_copy, filled_into_a_written_copy, a_triangle_without_a_row, a_bias,
-    far_below, far_above, read_before_it_is_changed,
+    far_below, far_above, read_before_it_is_changed, pictures_with_a_border,
 ])  # fmt: skip
 def test_a_mask_that_says_more_or_that_data_decide_stays(mask: Mask, recomputed: bool) -> None:
     count, got, wanted = folded(Attention(mask, recomputed), torch.randn(2, LENGTH, 32))
