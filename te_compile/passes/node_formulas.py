@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, called, value_of
 from te_compile.passes.index_formulas import (
     Both,
@@ -222,6 +223,18 @@ def _repeat(proof: Proof, node: Node) -> Formula:
     return proof.as_part_of(source, node)
 
 
+def _viewed(proof: Proof, node: Node) -> Formula:
+    """The same elements with dimensions of size 1 in front, where there were none."""
+    source = node.args[0]
+    if not isinstance(source, Node) or not isinstance(value_of(source), Tensor):
+        raise UnknownFormulaError
+    before, after = value_of(source).shape, value_of(node).shape
+    new = len(after) - len(before)
+    if new < 0 or not all(map(_is_one, after[:new])) or not same_sizes(after[new:], before):
+        raise UnknownFormulaError
+    return proof.as_part_of(source, node)
+
+
 def _unsqueeze(proof: Proof, node: Node) -> Formula:
     formula, dimension = proof.of(node.args[0]), argument(node, 1, "dim")
     at = dimension % value_of(node).dim()
@@ -313,9 +326,10 @@ def _diagonal(node: Node) -> int:
 
 def lower_triangle(node: Node) -> Both:
     """Where ``torch.tril`` keeps what it is given; ``torch.triu`` keeps the rest if its diagonal is the next one."""
-    leading = value_of(node).dim() - 2
+    *leading, rows, columns = value_of(node).shape
     offset = _diagonal(node) - (called(node) == "triu")
-    return at_least_zero(Sum((*(0,) * leading, 1, -1), offset))
+    weights = (0 if _is_one(rows) else 1, 0 if _is_one(columns) else -1)  # the one index there is 0
+    return at_least_zero(Sum((*(0,) * len(leading), *weights), offset))
 
 
 def _triangle(proof: Proof, node: Node) -> Formula:
@@ -348,7 +362,12 @@ def _of_truths(compare: Callable[[Any, Any], Any], rule: Callable[[Proof, Node],
     return either
 
 
-_RULES: dict[Any, Callable[[Proof, Node], Formula]] = {torch.arange: _arange, operator.getitem: _getitem}
+VIEWS: dict[Any, Callable[[Proof, Node], Formula]] = {operator.getitem: _getitem}
+"""What shows elements of one tensor at other indices, whatever they are."""
+VIEWS |= dict.fromkeys(("view", "reshape", torch.reshape), _viewed)
+VIEWS |= {"repeat": _repeat, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze}
+
+_RULES: dict[Any, Callable[[Proof, Node], Formula]] = {**VIEWS, torch.arange: _arange}
 _RULES |= dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), _filled(False))
 _RULES |= dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), _filled(True))
 _RULES |= dict.fromkeys((operator.add, torch.add, "add"), _arithmetic(1))
@@ -363,6 +382,6 @@ _RULES |= dict.fromkeys((operator.and_, torch.logical_and, "logical_and", "__and
 _RULES |= dict.fromkeys((operator.invert, torch.logical_not, "logical_not"), _negation)
 _RULES |= dict.fromkeys(("expand", "expand_as", "to", "bool", "int", "long", "contiguous", "clone", "detach"), _same)
 _RULES |= dict.fromkeys(("float", "half", "bfloat16", "double", "type_as"), _same)
-_RULES |= {"repeat": _repeat, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze, torch.diff: _diff, "diff": _diff}
+_RULES |= {torch.diff: _diff, "diff": _diff}
 _RULES |= dict.fromkeys((torch.tril, "tril", torch.triu, "triu"), _triangle)
 _RULES |= {torch.cumsum: _cumsum, "cumsum": _cumsum}

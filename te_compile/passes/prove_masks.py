@@ -19,7 +19,7 @@ from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.captured_nodes import argument, called, is_tensor, value_of
 from te_compile.passes.index_formulas import Both, Sum, Truths, UnknownFormulaError, both_of, in_more_dimensions
 from te_compile.passes.mask_numbers import HIDDEN, PRODUCTS, QUOTIENTS, SUMS, most_that_swallows, number_in
-from te_compile.passes.node_formulas import Proof, lower_triangle
+from te_compile.passes.node_formulas import VIEWS, Proof, lower_triangle
 from te_compile.passes.side_effects import may_change
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -86,6 +86,18 @@ def _product_allows(proof: Proof, product: Node, factor: float, swallows: float)
     return Both(dimensions, never=formula == Sum((0,) * dimensions, 1))
 
 
+def _view_allows(proof: Proof, view: Node, factor: float) -> Both:
+    """Where attention may look under a view of a mask that is added, ``factor`` times."""
+    source = view.args[0]
+    assert isinstance(source, Node)
+    allowed = in_more_dimensions(_allowed(proof, source, factor), value_of(source).dim())
+    while (outside := proof.through(source)) is not source:
+        source = outside
+    places = Proof(proof.through, proof.changes)  # another, for which the mask's numbers are truths
+    places.known[source] = allowed
+    return both_of(places.of(view))
+
+
 def _allowed(proof: Proof, mask: Node, times: float = 1.0) -> Both:
     """Where attention may look, of a bool mask or of one that is added, so many times."""
     swallows = most_that_swallows(value_of(mask).dtype) if value_of(mask).dtype in _FLOATS else 0.0
@@ -100,6 +112,8 @@ def _allowed(proof: Proof, mask: Node, times: float = 1.0) -> Both:
         return _sum_allows(proof, mask, factor)
     if mask.target in PRODUCTS and len(mask.args) == 2 and not mask.kwargs:
         return _product_allows(proof, mask, factor, swallows)
+    if mask.target in VIEWS:
+        return _view_allows(proof, mask, factor)
     if called(mask) == "triu":
         hidden = number_in(argument(mask, 0, "input"), proof.changes)
         if hidden is None or factor * hidden > swallows:

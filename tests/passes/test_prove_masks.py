@@ -136,6 +136,30 @@ def filled_triangle(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(diagonal=1)
 
 
+def triangle_for_every_head(x: Tensor) -> Tensor:
+    return filled_triangle(x).unsqueeze(0).unsqueeze(0)
+
+
+def filled_for_every_head(x: Tensor) -> Tensor:
+    return filled(x)[None, None] * 0.5
+
+
+def triangle_viewed_for_every_head(x: Tensor) -> Tensor:
+    """As buffers of models are made, which here is none."""
+    n = x.shape[1]
+    return torch.tril(torch.ones(n, n)).view(1, 1, n, n) == 1
+
+
+def triangle_cut_to_the_length(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return torch.full((2 * n, 2 * n), float("-inf")).triu(1)[:n, :n].repeat(x.shape[0], 1, 1, 1)
+
+
+def sum_for_every_head(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return (filled_triangle(x) + filled(x)).reshape(1, 1, n, n).to(x.dtype)
+
+
 def lower_triangle(x: Tensor) -> Tensor:
     return torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool))
 
@@ -340,6 +364,32 @@ def triangle_of_one_row(x: Tensor) -> Tensor:
     return torch.full((1, n), float("-inf")).triu(1).expand(n, n)
 
 
+def sum_of_triangles_of_one_row(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return (torch.full((1, n), float("-inf")).triu(1) + torch.zeros(1, n)).expand(n, n)
+
+
+def one_row_of_a_triangle(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return filled_triangle(x)[3:4].expand(n, n)
+
+
+def triangle_that_begins_later(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return torch.full((n + 2, n), float("-inf")).triu(1)[2:][None]
+
+
+def triangle_of_a_view_that_was_written(x: Tensor) -> Tensor:
+    view = filled_triangle(x)[None]
+    view[..., 0] = 0.0
+    return view
+
+
+def triangle_with_its_rows_moved(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return torch.full((n, 2 * n), float("-inf")).triu(1).view(2 * n, n)[:n]
+
+
 def triangle_of_one_row_beside_zeros(x: Tensor) -> Tensor:
     n = x.shape[1]
     return torch.full((1, n), float("-inf")).triu(1) + torch.zeros(n, n)
@@ -512,7 +562,8 @@ def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
     causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
     scaled_with_the_scores, filled_triangle, lower_triangle, all_but_the_upper_triangle, beside_zeros, twice,
     where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers, filled_of_its_kind,
-    opposite_times_the_smallest, opposite_of_whole_numbers, causal_of_repeated_positions,
+    opposite_times_the_smallest, opposite_of_whole_numbers, causal_of_repeated_positions, triangle_for_every_head,
+    filled_for_every_head, triangle_viewed_for_every_head, triangle_cut_to_the_length, sum_for_every_head,
 ])  # fmt: skip
 def test_causal_masks_are_proved_for_every_size(mask: Mask, dynamic: bool) -> None:
     assert proof(mask, dynamic) == "causal"
@@ -534,7 +585,9 @@ def test_a_mask_that_is_always_true_is_proved_to_hide_nothing(mask: Mask) -> Non
     taken_away_by_a_factor, beside_zeros_that_were_written, zeros_that_were_written, ones_of_the_wrong_half,
     triangle_of_ones, triangle_of_wrapped_ones, triangle_of_ones_that_were_written, ones_as_positions,
     opposite_times_infinity, opposite_of_zeros, opposite_times_a_small_number, twice_the_opposite,
-    positions_times_the_smallest, positions_that_begin_again, nothing_of_zeros,
+    positions_times_the_smallest, positions_that_begin_again, nothing_of_zeros, sum_of_triangles_of_one_row,
+    one_row_of_a_triangle, triangle_that_begins_later, triangle_of_a_view_that_was_written,
+    triangle_with_its_rows_moved,
 ])  # fmt: skip
 def test_any_other_mask_is_proved_to_be_nothing(mask: Mask) -> None:
     assert proof(mask, True) is None
@@ -555,6 +608,8 @@ def test_attention_under_a_mask_without_a_proof_is_the_models(mask: Mask) -> Non
 @pytest.mark.parametrize("mask", [
     zeros, beside_zeros, twice, where_ones_are_left, where_ones_are_cut_off, truths_of_ones, truths_written_as_numbers,
     filled_of_its_kind, opposite_times_the_smallest, opposite_of_whole_numbers, opposite_of_ones,
+    triangle_for_every_head, filled_for_every_head, triangle_viewed_for_every_head, triangle_cut_to_the_length,
+    sum_for_every_head,
 ])  # fmt: skip
 def test_attention_under_a_proved_mask_is_the_models_at_every_length(mask: Mask) -> None:
     def run(x: Tensor) -> Tensor:
