@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -28,6 +29,7 @@ from te_compile.passes.closures import Closure, Leaf, find_closure
 from te_compile.passes.column_shifts import is_move
 from te_compile.passes.index_space import IndexSpace, Item, behind_views
 from te_compile.passes.new_nodes import call_like, reshaped, same_phase
+from te_compile.passes.parts import place_of_size
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 from te_compile.passes.row_sums import constant_shape, is_row_sum
 
@@ -138,7 +140,7 @@ def _erase_dead(nodes: set[Node]) -> None:
 def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
     """The leaf in the shape that the spec declares, a view of it if need be."""
     if leaf.shape is not None:  # a view, but no demand for one: an operator may lay out its result as nobody foretold
-        shape = [size if isinstance(size, int) else -1 for size in leaf.shape]
+        shape = _sizes_of_a_view(leaf.node, leaf.shape, quantize)
         return call_like(aten.reshape.default, (leaf.node, shape), quantize)
     if leaf.dims is not None:
         return _by_heads(leaf.node, leaf.dims, quantize)
@@ -147,6 +149,18 @@ def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
     if leaf.place is not Place.FULL and not value.is_contiguous():
         node = call_like(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
     return reshaped(node, wanted, quantize)
+
+
+def _sizes_of_a_view(node: Node, shape: tuple[Any, ...], quantize: Node) -> list[int | Node]:
+    """``shape`` as an operator takes it: a symbolic size follows from the rest, or ``node`` is asked for several."""
+    symbols = [size for size in shape if not isinstance(size, int)]
+    if len(symbols) <= 1:
+        return [size if isinstance(size, int) else -1 for size in shape]
+
+    def asked(size: Any) -> Node:
+        return call_like(aten.sym_size.int, (node, place_of_size(size, node.meta["val"])), quantize)
+
+    return [size if isinstance(size, int) else asked(size) for size in shape]
 
 
 def _by_heads(node: Node, dims: tuple[int | None, ...], quantize: Node) -> Node:

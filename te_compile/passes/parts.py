@@ -8,6 +8,7 @@ pass over memory. A producer reads the parts where they are (te_compile.ops.poin
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,10 @@ def parts_of(node: Node, rows: Any, columns: int) -> Parts | None:
             return None
         found.append(part)
         widths.append(width)
-    shapes = _with_equal_rows([part.shapes[0] for part in found])
-    return None if shapes is None else Parts(tuple(part.nodes[0] for part in found), shapes, tuple(widths))
+    shapes, nodes = _with_equal_rows([part.shapes[0] for part in found]), tuple(part.nodes[0] for part in found)
+    if shapes is None or not all(map(can_be_asked_for, shapes, map(_known_value, nodes))):
+        return None
+    return Parts(nodes, shapes, tuple(widths))
 
 
 def _alike(node: Node, other: Node) -> bool:
@@ -112,8 +115,19 @@ def as_heads(value: Tensor | None, rows: Any, columns: int) -> tuple[Any, ...] |
     left, right = _two(shape[:cut], strides[:cut]), _two(shape[cut:], strides[cut:])
     if left is None or right is None or not same(right[1][1], 1) or not is_long(right[0][1]):
         return None
-    symbols = [size for size in left[0] if not isinstance(size, int)]
-    return (*left[0], *right[0]) if len(symbols) <= 1 else None  # a view can find out one size, no more
+    return (*left[0], *right[0]) if can_be_asked_for(left[0], value) else None
+
+
+def can_be_asked_for(sizes: Sequence[Any], value: Tensor) -> bool:
+    """Are ``sizes`` of a view of ``value`` known when it runs? It can find out one that is symbolic; where there are
+    more, each has to be one of ``value``'s own."""
+    symbols = [size for size in sizes if not isinstance(size, int)]
+    return len(symbols) <= 1 or all(place_of_size(size, value) is not None for size in symbols)
+
+
+def place_of_size(size: Any, value: Tensor) -> int | None:
+    """Which dimension of ``value`` has ``size``; None for none."""
+    return next((place for place, own in enumerate(value.shape) if same(own, size)), None)
 
 
 def is_long(run: Any) -> bool:
@@ -143,6 +157,12 @@ def _cut(shape: tuple[Any, ...], rows: Any, columns: int) -> int | None:
         if same(product(shape[cut:]), columns) and same(product(shape[:cut]), rows):
             return cut
     return None
+
+
+def _known_value(node: Node) -> Tensor:
+    value = value_of(node)
+    assert value is not None
+    return value
 
 
 def _shape(node: Node) -> tuple[Any, ...]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_compile.ops.fused_quantize import FUSED_QUANTIZE
+from te_compile.passes.arguments import arguments_of
 from te_compile.passes.fuse_producers import fuse_producers
+from tests.any_size import at_any_size
+from tests.compiling import te_nodes
 from tests.passes.test_fuse_producers import assert_same_numbers, names, quantized, specs, traced
 
 B, S, HEADS, D = 2, 6, 3, 32
@@ -90,3 +94,32 @@ def test_what_cannot_be_read_in_parts_is_joined_as_before(which: str) -> None:
     (producer,) = graph_module.graph.find_nodes(op="call_function", target=FUSED_QUANTIZE)
     assert len(producer.args[0]) == 1 and " of " not in producer.args[2]
     assert "cat" in names(graph_module.graph)
+
+
+class Capped(nn.Module):
+    """Attention that no fused kernel runs; the gradients of q and v lie in memory by heads. Both of each head together,
+    or each of a projection of its own."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.q, self.k, self.v, self.out = (nn.Linear(2 * D, 2 * D) for _ in range(4))
+        self.qv = nn.Linear(2 * D, 4 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (2, D)) for project in (self.q, self.k, self.v))
+        if self.packed:
+            q, v = self.qv(x).unflatten(-1, (2, 2 * D)).chunk(2, -1)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return self.out(((q @ k.mT).tanh().softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("packed", "expected"), [(True, "K of 32 + 32"), (False, "K of 64")])
+def test_heads_are_read_where_they_lie_where_batch_and_length_are_both_symbols(packed: bool, expected: str) -> None:
+    sizes = ((2, 24), (5, 7), (3, 33))
+    records = at_any_size(Capped(packed), lambda b, t: [torch.randn(b, t, 2 * D, requires_grad=True)], sizes)
+    for_one, for_any = (
+        Counter(str(arguments_of(node)["spec"]) for node in te_nodes(record, "fused_quantize")) for record in records
+    )
+    assert for_any == for_one and any(expected in spec for spec in for_any)
