@@ -28,10 +28,11 @@ from te_compile.ops.quantize import QUANTIZE
 from te_compile.passes.closures import Closure, Leaf, find_closure
 from te_compile.passes.column_shifts import is_move
 from te_compile.passes.index_space import IndexSpace, Item, behind_views
-from te_compile.passes.new_nodes import call_like, reshaped, same_phase
+from te_compile.passes.new_nodes import call_like, in_shape_of, reshaped, same_phase
 from te_compile.passes.parts import place_of_size
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 from te_compile.passes.row_sums import constant_shape, is_row_sum
+from te_compile.passes.sizes import all_same
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def fuse_producers(graph: Graph) -> int:
         rows, columns = x.shape
         space = spaces.setdefault((str(rows), columns, x.device), IndexSpace(rows, columns, x.device))
         readers = _readers_of(quantize, space)
-        closure = find_closure(readers.root, space, quantize, _is_emitted(readers, space), list(readers.sums))
+        closure = _closure(quantize, readers, space)
         if closure is not None:
             rewired = _replace(quantize, closure, readers)
             fused += 1
@@ -76,7 +77,7 @@ def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
                 family.append(user)
             elif is_row_sum(user, space) and same_phase(user, quantize):
                 sums.append(_as_wanted(user))
-            elif user is not quantize:
+            elif user is not quantize and user.target is not aten.sym_size.int:  # who asks for a size reads no number
                 others.append(user)
     scale = quantize.args[1]
     late = isinstance(scale, Node) and any(not scale < reader for reader in (*family[1:], *sums, *others))
@@ -94,10 +95,41 @@ def _as_wanted(total: Node) -> Node:
     return total
 
 
+def _closure(quantize: Node, readers: Readers, space: IndexSpace) -> Closure | None:
+    """What the producer of ``quantize`` computes; z is given in high precision if its shape can be given back to it."""
+    emitted, sums = _is_emitted(readers, space), list(readers.sums)
+    closure = find_closure(readers.root, space, quantize, emitted, sums)
+    if emitted and closure is not None and not _has_a_known_shape(readers.root, closure):
+        closure = find_closure(readers.root, space, quantize, False, sums)
+    return closure
+
+
+def _has_a_known_shape(root: Node, closure: Closure) -> bool:
+    return constant_shape(root.meta["val"]) is not None or _of_its_shape(root, closure) is not None
+
+
+def _in_its_shape(result: Node, node: Node, closure: Closure) -> Node:
+    """``result``, which is a matrix or a row, in the shape of ``node``, whose place it takes."""
+    shape = constant_shape(node.meta["val"])
+    alike = _of_its_shape(node, closure) if shape is None else None
+    return reshaped(result, shape, node) if alike is None else in_shape_of(result, alike, node)
+
+
+def _of_its_shape(root: Node, closure: Closure) -> Node | None:
+    """What ``closure`` reads, or a view of that, if it has the shape of ``root`` and is there before it."""
+    shape = root.meta["val"].shape
+    for leaf in closure.leaves:
+        for node in (leaf.node, *(user for user in leaf.node.users if user.target in VIEWS and user < root)):
+            value = value_of(node)
+            if value is not None and value.dim() == len(shape) and all_same(value.shape, shape):
+                return node
+    return None
+
+
 def _is_emitted(readers: Readers, space: IndexSpace) -> bool:
     """Should the producer write z in high precision, because reading that is cheaper than computing it again?"""
     value, item = value_of(readers.root), Item(readers.root, Place.FULL)
-    if not readers.others or space.operands(item) is None or value is None or constant_shape(value) is None:
+    if not readers.others or space.operands(item) is None or value is None or not value.is_contiguous():
         return False
     again = space.cost(space.reads(item)) <= space.cost(frozenset({item}))
     return not (again and all(is_pointwise(other) or other.target is QUANTIZE for other in readers.others))
@@ -118,7 +150,7 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
         for node, index in zip([readers.root] * emitted + [*readers.sums], results, strict=True):
             rewired |= set(node.users)
             result = call_like(operator.getitem, (fused, index), node)
-            node.replace_all_uses_with(reshaped(result, constant_shape(node.meta["val"]), node))
+            node.replace_all_uses_with(_in_its_shape(result, node, closure))
     quantize.replace_all_uses_with(fused)
     behind_casts = [tensor_arguments(total)[0] for total in readers.sums if total.target in CASTS]
     for node in (quantize, *readers.sums, *behind_casts):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
@@ -18,10 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_compile.ops.fused_quantize import FUSED_QUANTIZE
 from te_compile.ops.quantize import QUANTIZE
+from te_compile.passes.arguments import arguments_of
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.text import op_name
 from te_compile.recipe import ScaleRule
-from tests.compiling import relative_error
+from tests.any_size import at_any_size
+from tests.compiling import relative_error, te_nodes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule().text()
@@ -448,3 +451,27 @@ _LIBRARY = torch.library.Library("te_test", "FRAGMENT")
 _LIBRARY.define("fuse_producers_mlp(Tensor x, Tensor up, Tensor bias, Tensor down) -> Tensor")
 _LIBRARY.impl("fuse_producers_mlp", _mlp, "CompositeImplicitAutograd")
 MLP = torch.ops.te_test.fuse_producers_mlp.default  # opaque to Dynamo, open to AOTAutograd
+
+
+class Residual(nn.Module):
+    """The gradient of the stream between its blocks goes to a product in FP8 and on to the block before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(32, 32) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_producers_give_what_others_read_where_batch_and_length_are_both_symbols() -> None:
+    sizes = ((2, 24), (5, 7), (3, 33))
+    records = at_any_size(Residual(), lambda b, t: [torch.randn(b, t, 32, requires_grad=True)], sizes)
+    for_one, for_any = (
+        Counter(str(arguments_of(node)["spec"]) for node in te_nodes(record, "fused_quantize")) for record in records
+    )
+    assert for_any == for_one and any("emit" in spec for spec in for_any)
