@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_compile.passes.find_linears import find_linears
+from te_compile.passes.plain_operators import plain_operators
 from te_compile.passes.plan import Plan, Site
 from te_compile.passes.regions import Region, regions_of
 
@@ -54,6 +55,8 @@ def regions_and_plan(run: Callable[..., Any], *inputs: Any) -> tuple[list[Region
     """The regions of the captured graph, and a plan with every linear found and none selected or refused by rule."""
     gm, examples = captured(run, *inputs)
     regions, left = regions_of(gm)
+    for region in regions:
+        plain_operators(region.graph)  # as in the pipeline
     plan = Plan()
     find_linears(regions, left, examples, plan)
     return regions, plan
