@@ -19,6 +19,9 @@ ATTENTION_CALLS = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_produ
 WIDEST_HEAD = 256
 """The features of a head up to which PyTorch's flash and cuDNN kernels take it."""
 
+HEAD_STEP = 8
+"""Of so many features, or a multiple, is a head that PyTorch's fused kernels read as it is."""
+
 
 def attention_calls(graph: Graph) -> list[Node]:
     """Those that a pass may change, in order: none inside of a function transform."""

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from te_compile.ops.registry import Target
 from te_compile.options import Options
-from te_compile.passes.attention_calls import has_sinks
+from te_compile.passes.attention_calls import HEAD_STEP, has_sinks
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import draws_bits, with_bits
 from te_compile.passes.function_transforms import transforms_around
@@ -48,7 +48,6 @@ FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FASTER_ON = ((9, 0), (10, 0))
 _OLDEST = (9, 14)  # older ones were not tried
 _SAFE_LENGTHS = 128
-_FLASH_WIDTHS = 8  # of a head: for others SDPA pads before it calls the kernel
 _FLASH_FIRST = (
     *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     *(SDPBackend.CUDNN_ATTENTION, SDPBackend.OVERRIDEABLE),
@@ -120,7 +119,9 @@ def can_run(kernel: str, node: Node) -> bool:
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, causal, shares_heads)
     if kernel == "cudnn":
         return torch.backends.cuda.can_use_cudnn_attention(asked)
-    return torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % _FLASH_WIDTHS == 0
+    return (
+        torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % HEAD_STEP == 0
+    )  # for others SDPA pads first
 
 
 def is_cast(node: Node) -> bool:
@@ -210,7 +211,7 @@ def choose_attention_kernels(
     return chosen
 
 
-def is_ordinary(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
+def _is_ordinary(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
     """Is it a call of SDPA in high precision, in a graph that is rewritten and in no function transform, for which no
     kernel has been chosen?
 
@@ -222,10 +223,18 @@ def is_ordinary(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
     return id(node.graph) in graphs and node not in graphs[id(node.graph)]
 
 
+def ordinary_attentions(regions: list[Region], plan: Plan) -> list[int]:
+    """Which attentions of ``plan``, by index, are ordinary; none where somebody else has chosen among the kernels."""
+    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
+        return []
+    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
+    return [index for index, attention in enumerate(plan.attentions) if _is_ordinary(attention, graphs)]
+
+
 def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
     """Is it an ordinary one, whose arguments a direct call of a kernel could have?"""
     node: Any = attention.node
-    if not is_ordinary(attention, graphs) or not is_plain(node) or is_cast(node):
+    if not _is_ordinary(attention, graphs) or not is_plain(node) or is_cast(node):
         return False
     return is_faster_on(value_of(node).device)
 

@@ -19,26 +19,24 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from te_compile.options import Options
-from te_compile.passes.attention_calls import has_sinks
-from te_compile.passes.attention_kernels import chooses_itself, is_plain, takes_its_own_order
+from te_compile.passes.attention_kernels import is_plain, ordinary_attentions
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.efficient_attention import (
     ALIGNED_KEYS,
     HALVES,
     Runs,
+    bias_learns,
     call_efficiently,
     may_be_called,
     operands_of,
     runs_efficiently,
     size_in,
 )
-from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.plan import Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.writing import Writer
@@ -49,41 +47,29 @@ def biased_attentions(regions: list[Region], plan: Plan, options: Options, reads
 
     ``plan`` must know them (find_attentions). reads: can a fused kernel read a bias of this call?
     """
-    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
-        return 0
-    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     changed, changes = 0, dict[Node, bool]()
-    for index, attention in enumerate(plan.attentions):
-        if not _has_a_mask(attention, graphs) or not reads(attention.node):
+    for index in ordinary_attentions(regions, plan):
+        node: Any = plan.attentions[index].node
+        if not _has_a_mask(node) or not reads(node):
             continue
-        if torch.is_grad_enabled() and may_change(attention.node, changes):
+        if torch.is_grad_enabled() and may_change(node, changes):
             continue  # a fused kernel's gradients read the result as it was
-        if argument(attention.node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
+        if argument(node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
             continue
-        if _learns(attention.node) and _has_aligned_rows(attention.node) and may_be_called(attention.node):
-            plan.attentions[index] = call_efficiently(attention, "efficient")
+        learns = bias_learns(value_of(argument(node, 3, "attn_mask")))
+        if learns and _has_aligned_rows(node) and may_be_called(node):
+            plan.attentions[index] = call_efficiently(plan.attentions[index], "efficient")
             changed += 1
-        elif not _learns(attention.node):
-            changed += _laid_out(attention.node)
+        elif not learns:
+            changed += _laid_out(node)
     return changed
 
 
-def _has_a_mask(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
-    """Is it an ordinary call of SDPA with a mask, in 16 bits, in a graph that is rewritten?"""
-    node: Any = attention.node
-    if attention.status == "stays" or attention.precision == "fp8" or attention.kernel or id(node.graph) not in graphs:
-        return False
-    if has_sinks(node):  # that lays out its own
-        return False
-    if node in graphs[id(node.graph)] or not is_plain(node, masked=True) or any(map(wrapped_kind, operands_of(node))):
+def _has_a_mask(node: Node) -> bool:
+    """Is it a call of SDPA with a mask, in 16 bits, whose arguments a direct call of a kernel could have?"""
+    if not is_plain(node, masked=True) or any(map(wrapped_kind, operands_of(node))):
         return False
     return value_of(node).dtype in HALVES and argument(node, 5, "is_causal", False) is False
-
-
-def _learns(node: Node) -> bool:
-    """Does a gradient go to the mask?"""
-    mask: Tensor = value_of(argument(node, 3, "attn_mask"))
-    return torch.is_grad_enabled() and mask.requires_grad
 
 
 def _has_aligned_rows(node: Node) -> bool:

@@ -61,6 +61,11 @@ def may_be_called(node: Node) -> bool:
     )
 
 
+def bias_learns(mask: Tensor | None) -> bool:
+    """Does a gradient go to what is added to scores?"""
+    return mask is not None and torch.is_grad_enabled() and mask.requires_grad
+
+
 def size_in(write: Writer, x: Node, place: int) -> Any:
     """How long ``x`` is there: a number, or a node where that is a symbol."""
     size = value_of(x).shape[place]

@@ -11,19 +11,17 @@ Scores are memory: with ``save_memory=True`` attention is fused all the same, as
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from te_compile.options import Options
-from te_compile.passes.attention_calls import WIDEST_HEAD
+from te_compile.passes.attention_calls import HEAD_STEP, WIDEST_HEAD
 from te_compile.passes.attention_scores import NotAttentionError
 from te_compile.passes.captured_nodes import size_hint, value_of
-from te_compile.passes.efficient_attention import ALIGNED_KEYS, HALVES
+from te_compile.passes.efficient_attention import ALIGNED_KEYS, HALVES, bias_learns
 from te_compile.passes.softmax_attention import SoftmaxAttention
 
 _FEWEST = 24  # positions from which on a fused kernel gains
-_ALIGNED_WIDTHS = 8  # of a head, for the memory-efficient kernel; others are widened for it
 _FEW_KEYS, _SHORT, _NARROW = 64, 128, 64
 """Up to where the kernel gains with a bias that learns: keys of heads that must be widened for it; keys in aligned
 rows, if heads have no more features than the last."""
@@ -48,8 +46,7 @@ def check_that_kernels_are_faster(
     if max(queries, keys) < _FEWEST:
         why = f"{queries} queries and {keys} keys are too few for a fused kernel to gain"
         raise NotAttentionError(f"{why}; cost_model=False has one all the same")
-    learns = bias is not None and torch.is_grad_enabled() and value_of(bias).requires_grad
-    if learns and _is_slow_with_its_gradient(found, value_of(key), value_of(bias)):
+    if bias_learns(value_of(bias)) and _is_slow_with_its_gradient(found, value_of(key), value_of(bias)):
         of = f"{keys} keys of {size_hint(value_of(key).shape[-1])} features"
         why = f"its bias learns, and the one kernel that has a gradient for it takes longer than products for {of}"
         raise NotAttentionError(f"{why}; save_memory=True or cost_model=False has it all the same")
@@ -60,6 +57,6 @@ def _is_slow_with_its_gradient(found: SoftmaxAttention, key: Tensor, bias: Tenso
     keys, width = map(size_hint, key.shape[-2:])
     has_aligned_rows = isinstance(key.shape[-2], int) and keys % ALIGNED_KEYS == 0
     reads_no_more = value_of(found.softmax).dtype in HALVES and bias.stride(-1) == 1
-    if width % _ALIGNED_WIDTHS and keys > _FEW_KEYS:
+    if width % HEAD_STEP and keys > _FEW_KEYS:
         return True
     return (keys > _SHORT or width > _NARROW) and has_aligned_rows and reads_no_more

@@ -36,11 +36,10 @@ from te_compile.ops.mask_tiles import MASK_TILES
 from te_compile.ops.masked_attention import MASKED_ATTENTION
 from te_compile.options import Options
 from te_compile.passes.added_masks import Shown, shown_by
-from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, takes_its_own_order
+from te_compile.passes.attention_kernels import ordinary_attentions
 from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.fold_masks import WINDOW
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
@@ -69,10 +68,7 @@ def is_run_by_kernels(q: Any, k: Any, v: Any, probability: float) -> bool:
 def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_kernels) -> int:
     """Give attention under a mask of booleans to kernels that skip what it hides; returns how many. The plan's linears
     must have been selected. runs: is there a kernel?"""
-    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
-        return 0
-    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
-    found = [index for index, each in enumerate(plan.attentions) if each.mask == "kept" and is_ordinary(each, graphs)]
+    found = [index for index in ordinary_attentions(regions, plan) if plan.attentions[index].mask == "kept"]
     if not found or waits_for_host(plan, options, torch.is_grad_enabled()):
         return 0
     changed, changes, tiles = 0, dict[Node, bool](), dict[tuple[Any, ...], list[Node]]()

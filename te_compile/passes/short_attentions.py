@@ -13,22 +13,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from te_compile.ops.registry import Target
-from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, is_plain, takes_its_own_order
+from te_compile.passes.attention_kernels import is_plain, ordinary_attentions
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.efficient_attention import (
     HALVES,
     Runs,
+    bias_learns,
     call_efficiently,
     may_be_called,
     operands_of,
     runs_efficiently,
 )
-from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.plan import Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
 
@@ -47,36 +46,27 @@ def short_attentions(regions: list[Region], plan: Plan, runs: Runs = runs_fastes
 
     ``plan`` must know them (find_attentions). runs: is the kernel there, and is it the fastest?
     """
-    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
-        return 0
-    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     changed, changes = 0, dict[Node, bool]()
-    for index, attention in enumerate(plan.attentions):
-        if not _is_short(attention, graphs) or not may_be_called(attention.node) or not runs(attention.node):
+    for index in ordinary_attentions(regions, plan):
+        node: Any = plan.attentions[index].node
+        if not _is_short(node) or not may_be_called(node) or not runs(node):
             continue
-        if torch.is_grad_enabled() and may_change(attention.node, changes):
+        if torch.is_grad_enabled() and may_change(node, changes):
             continue  # a fused kernel's gradients read the result as it was
-        plan.attentions[index] = call_efficiently(attention, "short")
+        plan.attentions[index] = call_efficiently(plan.attentions[index], "short")
         changed += 1
     return changed
 
 
-def _is_short(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
-    """Is it an ordinary call of SDPA for few positions, in 16 bits, without a dropout or a bias that learns?"""
-    node: Any = attention.node
-    if not is_ordinary(attention, graphs):
-        return False
+def _is_short(node: Node) -> bool:
+    """Is it a call of SDPA for few positions, in 16 bits, without a dropout or a bias that learns?"""
     operands = operands_of(node)
     if any(map(wrapped_kind, operands)) or not is_plain(node, masked=operands[3] is not None):
         return False
     mask, causal = value_of(operands[3]), argument(node, 5, "is_causal", False)
-    if argument(node, 4, "dropout_p", 0.0) != 0 or (mask is not None and (causal or _learns(mask))):
+    if argument(node, 4, "dropout_p", 0.0) != 0 or (mask is not None and causal) or bias_learns(mask):
         return False
     return value_of(node).dtype in HALVES and all(_fits(value_of(each).shape) for each in operands[:3])
-
-
-def _learns(mask: Tensor) -> bool:
-    return torch.is_grad_enabled() and mask.requires_grad
 
 
 def _fits(shape: Sequence[Any]) -> bool:

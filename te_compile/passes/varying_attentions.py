@@ -24,16 +24,9 @@ from te_compile.ops.native_implementations import CUDA
 from te_compile.ops.registry import Target
 from te_compile.ops.window_attention import EVERYTHING
 from te_compile.options import Options
-from te_compile.passes.attention_kernels import (
-    chooses_itself,
-    is_ordinary,
-    is_plain,
-    takes_flash_first,
-    takes_its_own_order,
-)
+from te_compile.passes.attention_kernels import is_plain, ordinary_attentions, takes_flash_first
 from te_compile.passes.captured_nodes import argument, value_of
-from te_compile.passes.function_transforms import transforms_around
-from te_compile.passes.plan import Attention, Plan
+from te_compile.passes.plan import Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.step_cost import waits_for_host
 from te_compile.passes.window_attentions import Runs, may_stand_for, put_window
@@ -50,10 +43,7 @@ def is_run_by_the_core(q: Any, k: Any, v: Any) -> bool:
 def varying_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_the_core) -> int:
     """Give attention whose kernel PyTorch would choose to the core's, where its size varies or that is flash; returns
     how many. The plan's linears must have been selected."""
-    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
-        return 0
-    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
-    found = [index for index, attention in enumerate(plan.attentions) if _is_left_to_pytorch(attention, graphs)]
+    found = [index for index in ordinary_attentions(regions, plan) if _is_left_to_pytorch(plan.attentions[index].node)]
     if not found or waits_for_host(plan, options, torch.is_grad_enabled()):
         return 0
     changed, changes = 0, dict[Node, bool]()
@@ -68,11 +58,9 @@ def varying_attentions(regions: list[Region], plan: Plan, options: Options, runs
     return changed
 
 
-def _is_left_to_pytorch(attention: Attention, graphs: dict[int, dict[Node, str]]) -> bool:
-    """Is it an ordinary call of SDPA without a mask, in a graph that is rewritten, which these kernels would run
-    faster?"""
-    node: Any = attention.node
-    if not is_ordinary(attention, graphs) or not is_plain(node):
+def _is_left_to_pytorch(node: Node) -> bool:
+    """Is it a call of SDPA without a mask that these kernels would run faster?"""
+    if not is_plain(node):
         return False
     batch, _, length, _ = value_of(node).shape
     return not (isinstance(batch, int) and isinstance(length, int)) or takes_flash_first()

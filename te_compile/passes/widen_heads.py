@@ -22,18 +22,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from te_compile.options import Options
-from te_compile.passes.attention_calls import WIDEST_HEAD
-from te_compile.passes.attention_kernels import chooses_itself, is_ordinary, is_plain, takes_its_own_order
+from te_compile.passes.attention_calls import HEAD_STEP, WIDEST_HEAD
+from te_compile.passes.attention_kernels import is_plain, ordinary_attentions
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.efficient_attention import HALVES, cast_for_attention, operands_of
-from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.writing import Writer
-
-_STEP = 8
 
 
 def has_fused_kernels(node: Node) -> bool:
@@ -48,18 +45,16 @@ def widen_heads(
 
     ``plan`` must know them (find_attentions). fuses: are there kernels on the device that ask for it?
     """
-    if any(chooses_itself(region.graph) for region in regions) or not takes_its_own_order():
-        return 0
-    graphs = {id(region.graph): transforms_around(region.graph) for region in regions}
     widened, changes = 0, dict[Node, bool]()
-    for index, attention in enumerate(plan.attentions):
-        if not is_ordinary(attention, graphs) or not _is_odd(attention.node) or not fuses(attention.node):
+    for index in ordinary_attentions(regions, plan):
+        node: Any = plan.attentions[index].node
+        if not _is_odd(node) or not fuses(node):
             continue
-        if torch.is_grad_enabled() and may_change(attention.node, changes):
+        if torch.is_grad_enabled() and may_change(node, changes):
             continue  # a fused kernel's gradients read the result as it was
-        if argument(attention.node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
+        if argument(node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
             continue
-        plan.attentions[index] = _widened(attention)
+        plan.attentions[index] = _widened(plan.attentions[index])
         widened += 1
     return widened
 
@@ -72,7 +67,7 @@ def _is_odd(node: Node) -> bool:
     widths = [value_of(each).shape[-1] for each in operands[:3]]
     if value_of(node).dtype not in HALVES or not all(isinstance(width, int) for width in widths):
         return False
-    return any(width % _STEP for width in widths) and all(0 < width <= WIDEST_HEAD for width in widths)
+    return any(width % HEAD_STEP for width in widths) and all(0 < width <= WIDEST_HEAD for width in widths)
 
 
 def _widened(attention: Attention) -> Attention:
@@ -106,5 +101,5 @@ def _is_of(x: Node, dtype: torch.dtype) -> bool:
 
 def _filled(write: Writer, x: Node) -> Node:
     """Queries, keys or values with zeros behind the features of each head."""
-    lacking = -value_of(x).shape[-1] % _STEP
+    lacking = -value_of(x).shape[-1] % HEAD_STEP
     return write.call(F.pad, x, (0, lacking)) if lacking else x
