@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
 
-from te_compile.passes.plain_operators import plain_operators
-from te_compile.passes.prove_masks import Window, proven_meaning, proven_window
-from tests.capturing import captured
 from tests.compiling import compiled
+from tests.positional_masks import (
+    Mask,
+    all_but_a_window,
+    by_batch,
+    causal,
+    everything,
+    filled_triangle,
+    from_data,
+    grid,
+    one_later,
+    proof,
+    upper_triangle,
+    window,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-Mask = Callable[[Tensor], Tensor]
 MINIMUM = torch.finfo(torch.float32).min
-
-
-def grid(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of batch [B, 1, 1, 1], queries [1, 1, S, 1] and keys [1, 1, 1, S]."""
-    batch, at = torch.arange(x.shape[0]), torch.arange(x.shape[1])
-    return batch[:, None, None, None], (at + 0)[None, None, :, None], at[None, None, None, :]
-
-
-def causal(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (k <= q).expand(x.shape[0], -1, -1, -1)
 
 
 def causal_of_narrow_integers(x: Tensor) -> Tensor:
@@ -127,15 +123,6 @@ def zeros(x: Tensor) -> Tensor:
     return torch.zeros(1, 1, x.shape[1], x.shape[1])
 
 
-def of_two_windows(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return torch.where(k > q - 4, 0.0, MINIMUM) + filled_triangle(x)
-
-
-def filled_triangle(x: Tensor) -> Tensor:
-    return torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(diagonal=1)
-
-
 def triangle_for_every_head(x: Tensor) -> Tensor:
     return filled_triangle(x).unsqueeze(0).unsqueeze(0)
 
@@ -168,34 +155,14 @@ def all_but_the_upper_triangle(x: Tensor) -> Tensor:
     return ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
 
 
-def everything(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (q >= 0).expand(-1, -1, -1, x.shape[1]) & (k > -1)
-
-
 def before_the_query(x: Tensor) -> Tensor:
     _, q, k = grid(x)
     return k < q
 
 
-def one_later(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return k <= q + 1
-
-
-def window(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (k <= q) & (k > q - 4)
-
-
 def wrong_way_round(x: Tensor) -> Tensor:
     _, q, k = grid(x)
     return q <= k
-
-
-def by_batch(x: Tensor) -> Tensor:
-    batch, q, k = grid(x)
-    return (k <= q) & (k >= batch)
 
 
 def every_second(x: Tensor) -> Tensor:
@@ -207,10 +174,6 @@ def of_two_sequences(x: Tensor) -> Tensor:
     at = torch.arange(x.shape[1]) % 4
     sequence = (torch.diff(at, prepend=at[:1] - 1) != 1).cumsum(-1)
     return (sequence[:, None] == sequence[None, :]) & causal(x)
-
-
-def from_data(x: Tensor) -> Tensor:
-    return causal(x) & (x[:, None, None, :, 0] < 1e9)
 
 
 def from_a_shifted_slice(x: Tensor) -> Tensor:
@@ -250,10 +213,6 @@ def scaled_in_place(x: Tensor) -> Tensor:
 
 def one_diagonal_more(x: Tensor) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
-
-
-def upper_triangle(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu()
 
 
 def filled_from_the_diagonal_on(x: Tensor) -> Tensor:
@@ -305,38 +264,6 @@ def from_bytes(x: Tensor) -> Tensor:
     return at[None, :] <= at[:, None]
 
 
-def of_the_last_query(x: Tensor) -> Tensor:
-    """As in a decoding step with a cache."""
-    past = x.shape[1] - 1
-    return torch.arange(past + 1)[None, :] <= (torch.arange(1) + past)[:, None]
-
-
-def of_the_last_query_from_a_range(x: Tensor) -> Tensor:
-    return ~(torch.arange(x.shape[1])[None, :] > torch.arange(x.shape[1] - 1, x.shape[1])[:, None])
-
-
-def of_the_query_before(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1])[None, :] <= (torch.arange(1) + x.shape[1] - 2)[:, None]
-
-
-def of_the_last_two_queries(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1])[None, :] <= (torch.arange(2) + x.shape[1] - 2)[:, None]
-
-
-def window_of_the_last_query(x: Tensor) -> Tensor:
-    past = x.shape[1] - 1
-    k, q = torch.arange(x.shape[1])[None, :], (torch.arange(1) + past)[:, None]
-    return (k <= q) & (k > q - 20)
-
-
-def at_another_length(x: Tensor) -> Tensor:
-    return ((torch.arange(1) + x.shape[1])[:, None] != 20).expand(-1, x.shape[1])
-
-
-def up_to_another_length(x: Tensor) -> Tensor:
-    return ((torch.arange(1) + x.shape[1])[:, None] <= 20).expand(-1, x.shape[1])
-
-
 def bytes_below_zero(x: Tensor) -> Tensor:
     return torch.zeros(x.shape[1], x.shape[1], dtype=torch.uint8) - 1 < 0
 
@@ -350,12 +277,6 @@ def from_truths_of_a_comparison(x: Tensor) -> Tensor:
     """Which are 0 at some places: as causal as the comparison."""
     _, q, k = grid(x)
     return (k <= q).long() + 0 > 0
-
-
-def all_but_a_window(x: Tensor) -> Tensor:
-    """Before it or behind it, an alternative."""
-    _, q, k = grid(x)
-    return ~((k <= q) & (k > q - 3))
 
 
 def triangle_of_one_row(x: Tensor) -> Tensor:
@@ -490,73 +411,6 @@ def truths_as_larger_numbers(x: Tensor) -> Tensor:
     return causal(x).to(torch.float64).to(x.dtype) * 5.0
 
 
-def local(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (q - k).abs() <= 3
-
-
-def local_by_operators(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return abs(k - q) < 4
-
-
-def window_beyond_the_query(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return torch.logical_not(k > q + 2) & (q - 5 <= k) & everything(x)
-
-
-def outside_of_the_window(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (q - k).abs() >= 3
-
-
-def window_of_twice_the_distance(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (2 * q - 2 * k).abs() <= 4
-
-
-def window_around_another_place(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (q - k - 5).abs() <= 3
-
-
-def window_as_wide_as_the_length(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    return (k <= q) & (k > q - x.shape[1] // 2)
-
-
-def local_that_is_written_to(x: Tensor) -> Tensor:
-    _, q, k = grid(x)
-    apart = (q - k).abs()
-    apart[..., 0] = 0
-    return apart <= 3
-
-
-def attention_mask(mask: Mask, dynamic: bool, queries: int | None = None) -> Node:
-    """The mask of the one attention of a graph; ``queries``: how many of the last there are."""
-
-    def run(x: Tensor) -> Tensor:
-        k = x[:, None]
-        q = k if queries is None else k[:, :, -queries:]
-        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask(x))
-
-    x = torch.randn(2, 12, 8)
-    if dynamic:
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(x, 1)
-    gm, _ = captured(run, x)
-    plain_operators(gm.graph)  # as in the pipeline
-    (attention,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    found = attention.kwargs["attn_mask"]
-    assert isinstance(found, Node)
-    return found
-
-
-def proof(mask: Mask, dynamic: bool, queries: int | None = None) -> str | None:
-    """What the mask is proved to mean."""
-    return proven_meaning(attention_mask(mask, dynamic, queries))
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("mask", [
     causal, causal_of_narrow_integers, causal_of_one_packed_sequence, strictly_not_later, added, filled,
@@ -621,35 +475,3 @@ def test_attention_under_a_proved_mask_is_the_models_at_every_length(mask: Mask)
         x = torch.randn(2, length, 8)
         with torch._dynamo.config.patch(error_on_recompile=recompiles):
             torch.testing.assert_close(fast(x), run(x))
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("mask", [of_the_last_query, of_the_last_query_from_a_range])
-def test_the_last_query_is_proved_to_see_every_key(mask: Mask, dynamic: bool) -> None:
-    assert proof(mask, dynamic, queries=1) == "all"
-
-
-@pytest.mark.parametrize(("mask", "queries"), [
-    (of_the_query_before, 1), (of_the_last_two_queries, 2), (window_of_the_last_query, 1), (at_another_length, 1),
-    (up_to_another_length, 1),
-])  # fmt: skip
-def test_what_the_last_queries_see_at_some_lengths_alone_is_not_proved(mask: Mask, queries: int) -> None:
-    assert proof(mask, True, queries) is None
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize(("mask", "expected"), [
-    (window, (3, 0)), (of_two_windows, (3, 0)), (local, (3, 3)), (local_by_operators, (3, 3)),
-    (window_beyond_the_query, (5, 2)),
-])  # fmt: skip
-def test_windows_are_proved_for_every_size(mask: Mask, expected: Window, dynamic: bool) -> None:
-    found = attention_mask(mask, dynamic)
-    assert proven_window(found) == expected and proven_meaning(found) is None
-
-
-@pytest.mark.parametrize("mask", [
-    causal, one_later, upper_triangle, by_batch, from_data, outside_of_the_window, window_of_twice_the_distance,
-    window_around_another_place, window_as_wide_as_the_length, local_that_is_written_to, all_but_a_window,
-])  # fmt: skip
-def test_what_is_no_window_at_every_size_is_proved_to_be_none(mask: Mask) -> None:
-    assert proven_window(attention_mask(mask, True)) is None
