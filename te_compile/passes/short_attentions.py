@@ -1,8 +1,8 @@
 """Attention of few queries and keys, as within windows of an image, on the kernel that is the fastest there.
 
 Tiles of cuDNN's and of flash's kernels are 64 to 128 queries long. Of heads with fewer positions than that most of a
-tile is empty, and cuDNN reads a bias whose rows are not aligned element by element. PyTorch's memory-efficient kernel
-loses less: ``python -m benchmarks.odd_attention`` has the times. Only what was measured is changed: up to 64 queries
+tile is empty, and a bias whose rows are not aligned costs cuDNN more still. PyTorch's memory-efficient kernel loses
+less: ``python -m benchmarks.odd_attention`` has the times. Only what was measured is changed: up to 64 queries
 and keys of up to 64 features, in 16 bits, on compute capability 9.0. A bias that learns has its place elsewhere
 (``biased_attentions``), and an order of kernels that the user has set stands.
 """
