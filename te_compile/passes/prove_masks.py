@@ -89,7 +89,8 @@ def _product_allows(proof: Proof, product: Node, factor: float, swallows: float)
 def _view_allows(proof: Proof, view: Node, factor: float) -> Both:
     """Where attention may look under a view of a mask that is added, ``factor`` times."""
     source = view.args[0]
-    assert isinstance(source, Node)
+    if not is_tensor(source):  # a tuple: the mask is one of the results of a body, as of a checkpointed block
+        raise UnknownFormulaError
     allowed = in_more_dimensions(_allowed(proof, source, factor), value_of(source).dim())
     while (outside := proof.through(source)) is not source:
         source = outside

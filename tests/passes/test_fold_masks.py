@@ -283,6 +283,25 @@ def test_with_a_symbolic_length_masks_are_folded_that_are_causal_or_empty_at_any
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+class MadeByTheFirst(Attention):
+    """Two blocks that are recomputed, of which the first one makes the mask and returns it, as T5's do."""
+
+    def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = self.mask(x)
+        return self.attend(x, mask), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.attend, x, mask, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mask", [causal, additive, added_and_scaled, a_bias])
+def test_a_mask_that_another_body_returns_stays_and_nothing_fails(mask: Mask) -> None:
+    count, got, wanted = folded(MadeByTheFirst(mask), torch.randn(2, LENGTH, 32))
+    assert count == (mask is not a_bias)  # that of the first block
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 class WithRoom(nn.Module):
     """Queries and more keys, as of a prompt whose cache has room for what follows; query i is at ``first + i``."""
 

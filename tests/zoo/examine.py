@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 from te_compile.passes import manager
 from te_compile.passes.plan import Cause, Site
@@ -314,7 +315,10 @@ def _loss_error(got: Step, expected: Step) -> float:
 
 
 def _first_line(error: Exception) -> str:
+    """The kind of error and the first line that says something: torch.compile puts a line about the backend before."""
     text = str(error).strip()
+    if isinstance(error, BackendCompilerFailed):
+        text = text.partition("\n")[2]
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
