@@ -28,6 +28,7 @@ from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.constants_across_cuts import constant_outputs, note_constant_inputs, telling
 from te_compile.passes.defer_logits_gradient import defer_logits_gradient
 from te_compile.passes.draw_dropouts import draw_dropouts
+from te_compile.passes.exact_dropouts import exact_dropouts
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.fold_masks import fold_masks
@@ -107,12 +108,13 @@ def rewrite(
     run(window_attentions, regions, plan)
     run(widen_heads, regions, plan, chosen)  # after the windows, whose kernels take heads and guards as they are
     run(biased_attentions, regions, plan, chosen)
-    run(short_attentions, regions, plan)
+    run(short_attentions, regions, plan, chosen)
     run(find_linears, regions, left, example_inputs, plan)
     run(select_linears, plan, chosen)
     run(choose_attention_kernels, regions, plan, chosen)
     run(varying_attentions, regions, plan, chosen)
     run(masked_attentions, regions, plan, chosen)
+    run(exact_dropouts, regions, plan)
     run(draw_dropouts, regions, plan, chosen)
     if chosen.strict:
         plan.require_all_supported()

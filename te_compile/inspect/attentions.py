@@ -30,6 +30,7 @@ _KERNELS = {
     "flash": "on flash, for cuDNN would round its dropout to sixteenths",
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "short": "on the memory-efficient kernel, the fastest for few positions",
+    "exact": "off cuDNN, which would round its dropout to sixteenths",
     "window": "on kernels that skip what is outside of the window",
     "tiles": "on te_compile's kernels, which skip the tiles that it hides",
     "core": "on te_compile's kernels, which need no plan for each size",

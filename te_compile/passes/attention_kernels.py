@@ -152,10 +152,10 @@ def _is_safe_on_older(node: Node) -> bool:
     lengths = [value_of(argument(node, place, name)).shape[2] for place, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(length, int) and length and length % _SAFE_LENGTHS == 0 for length in lengths):
         return False
-    return argument(node, 4, "dropout_p", 0.0) == 0 or (RECOGNISED in node.meta and not _is_rounded(node))
+    return argument(node, 4, "dropout_p", 0.0) == 0 or (RECOGNISED in node.meta and not is_rounded(node))
 
 
-def _is_rounded(node: Node) -> bool:
+def is_rounded(node: Node) -> bool:
     """Would cuDNN drop out with another probability than the one asked for?"""
     sixteenths = argument(node, 4, "dropout_p", 0.0) * 16
     return sixteenths != int(sixteenths)
@@ -179,11 +179,7 @@ def _on(kernel: str, node: Node) -> Node:
         outputs = write.call(CUDNN_ATTENTION, *given, scale=scale)
     else:
         outputs = write.call(FLASH_ATTENTION, *operands, dropout, causal, False, scale=scale)
-    result = write.laid_out_like(write.call(operator.getitem, outputs, 0), node)  # views of it may follow
-    for new in write.written:
-        new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    write.put_in_place(write.call(operator.getitem, outputs, 0))
     return outputs
 
 
@@ -241,11 +237,11 @@ def _may_change(attention: Attention, graphs: dict[int, dict[Node, str]]) -> boo
 
 def _kernel_for(node: Node, options: Options, speed_counts: bool, able: Callable[[str, Node], bool]) -> str:
     """The kernel to call instead of the one that PyTorch would; "" for none."""
-    if speed_counts and _is_rounded(node) and takes_its_own_order() and draws_bits(node, options):
+    if speed_counts and is_rounded(node) and takes_its_own_order() and draws_bits(node, options):
         return "te"
     if speed_counts and takes_flash_first() and _is_safe_on_older(node) and able("cudnn", node):
         return "cudnn"
-    rounds = RECOGNISED in node.meta and _is_rounded(node)
+    rounds = RECOGNISED in node.meta and is_rounded(node)
     if rounds and _takes_cudnn_first() and able("cudnn", node) and able("flash", node):
         return "flash"
     return ""

@@ -75,9 +75,5 @@ def with_bits(node: Node) -> Node:
         1 / math.sqrt(query.shape[3]) if scale is None else float(scale),
     )
     call = write.call(DROPOUT_ATTENTION, *_operands(node), *constants)
-    result = write.laid_out_like(call, node)  # views of it may follow
-    for new in write.written:
-        new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    write.put_in_place(call)
     return call

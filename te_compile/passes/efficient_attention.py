@@ -88,11 +88,7 @@ def call_efficiently(attention: Attention, reason: str) -> Attention:
     outputs = write.call(
         EFFICIENT_ATTENTION, query, key, value, mask, saves, dropout, causal, scale=argument(node, 6, "scale")
     )
-    result = write.laid_out_like(write.call(operator.getitem, outputs, 0), node)  # views of it may follow
-    for new in write.written:
-        new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    write.put_in_place(write.call(operator.getitem, outputs, 0))
     return replace(attention, node=outputs, kernel=reason)
 
 

@@ -164,9 +164,5 @@ def put_operator(
     dtype = value_of(node).dtype  # an autocast is at work if theirs are others
     cast = [each if value_of(each).dtype == dtype else write.method("to", each, dtype) for each in operands]
     call = write.call(target, *cast, *given, factor, *more)
-    result = write.laid_out_like(call, node)  # views of it may follow
-    for new in write.written:
-        new.meta.update({key: value for key, value in node.meta.items() if key not in new.meta})
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    write.put_in_place(call)
     return call

@@ -89,6 +89,15 @@ class Writer:
             return self.method("contiguous", node)
         return self.method("permute", self.method("contiguous", self.method("permute", node, *order)), *back)
 
+    def put_in_place(self, result: Node) -> None:
+        """Have ``result`` read where ``place`` was, in the order in which its elements lay if that shows, and erase
+        ``place``, from which all that was written takes what else is known of it."""
+        result = self.laid_out_like(result, self.place)  # views of it may follow
+        for new in self.written:
+            new.meta.update({key: value for key, value in self.place.meta.items() if key not in new.meta})
+        self.place.replace_all_uses_with(result)
+        self.place.graph.erase_node(self.place)
+
     def take_back(self) -> None:
         """Remove everything that was written."""
         for node in reversed(self.written):

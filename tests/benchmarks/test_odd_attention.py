@@ -13,12 +13,15 @@ from benchmarks import odd_attention
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.parametrize(("form", "bias"), [("widened", "lookup"), ("flat", "none")])
-def test_it_runs(form: str, bias: str, capfd: pytest.CaptureFixture[str]) -> None:
-    heads = 1 if form == "flat" else 2
-    assert odd_attention.main(["--form", form, "--bias", bias, "--shape", f"2,{heads},24,12"]) == 0
+@pytest.mark.parametrize(("form", "bias", "dropout"), [
+    ("widened", "lookup", 0), ("flat", "none", 0), ("spelled", "fixed", 0.1), ("flat", "none", 0.1),
+])  # fmt: skip
+def test_it_runs(form: str, bias: str, dropout: float, capfd: pytest.CaptureFixture[str]) -> None:
+    work = ["--form", form, "--bias", bias, "--shape", f"2,{1 if form == 'flat' else 2},24,12"]
+    assert odd_attention.main([*work, "--dropout", str(dropout)]) == 0
     rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"what": "odd')]
     assert [row["name"] for row in rows] == ["compile", "te_fp8"] and all(row["train_us"] > 0 for row in rows)
+    assert all((row["sqnr_db"] is None) == (dropout > 0) for row in rows)
     assert rows[1]["way"] == ("sdpa" if form == "flat" else "recognised")
 
 

@@ -115,6 +115,34 @@ def test_a_dropout_that_was_spelled_out_never_runs_on_cudnn(
     assert not any("cudnn" in name or other in name for name in names)
 
 
+class Biased(Attention):
+    """One that is spelled out, with a dropout, and with a bias that does not learn."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("bias", torch.randn(1, heads, 256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + self.bias
+        return self.out((F.dropout(torch.softmax(scores, dim=-1), 0.1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+def test_nor_does_one_under_a_bias(order: list[int]) -> None:
+    torch._C._set_sdp_priority_order(order)
+    model = Biased(512, 4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with manager.recording() as records:
+        fast = compiled(model, exclude=["*"], cost_model=False)
+        fast(x).sum().backward()
+    assert [each.status for record in records for each in record.plan.attentions] == ["recognised"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fast(x).sum().backward()
+        torch.cuda.synchronize()
+    assert not any("cudnn" in each.key for each in profile.key_averages())
+
+
 class WithRoom(Attention):
     """The queries of a prompt, and the keys of a cache with room for more, under the mask that says so."""
 

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
+from te_compile.options import Options
 from te_compile.passes import manager
 from te_compile.passes.captured_nodes import value_of
 from te_compile.passes.efficient_attention import EFFICIENT_ATTENTION
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Plan
+from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of
 from te_compile.passes.short_attentions import short_attentions
 from tests.capturing import captured
@@ -41,12 +43,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def change(gm: GraphModule, runs: bool = True) -> tuple[int, Plan]:
+def change(gm: GraphModule, runs: bool = True, **options: Any) -> tuple[int, Plan]:
     """Run the pass as on a device where the kernel is the fastest, if it ``runs``."""
     regions, left = regions_of(gm)
+    for region in regions:
+        recognise_attention(region.graph)
     plan = Plan()
     find_attentions(regions, left, plan)
-    count = short_attentions(regions, plan, lambda node: runs)
+    count = short_attentions(regions, plan, Options.resolve(options), lambda node: runs)
     gm.graph.lint()
     return count, plan
 
@@ -128,8 +132,28 @@ def test_under_autocast_operands_are_cast_as_sdpa_would() -> None:
     assert count == 1 and {value_of(each).dtype for each in call.args[:4]} == {HALF}
 
 
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+
+
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT * 0.2
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    return F.dropout(weights, 0.1) @ v
+
+
+def test_a_dropout_that_is_spelled_out_goes_along_with_a_mask_of_odd_rows() -> None:
+    gm, _ = captured(spelled_out, *three(), torch.randn(49, 49, dtype=HALF))
+    count, plan = change(gm)
+    assert count == 1 and [each.kernel for each in plan.attentions] == ["short"]
+    (call,) = gm.graph.find_nodes(op="call_function", target=EFFICIENT_ATTENTION)
+    assert call.args[5] == 0.1
+
+
+@pytest.mark.parametrize("option", [{}, {"fallback_random": True}])
+def test_who_wants_the_draws_of_eager_mode_keeps_them(option: dict[str, Any]) -> None:
+    gm, _ = captured(spelled_out, *three(), torch.randn(49, 49, dtype=HALF))
+    assert change(gm, **option)[0] == (not option)
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,6 +176,9 @@ LEFT: dict[str, tuple[Run, tuple[Any, ...]]] = {
     "wide heads": (attention, three(width=72)),
     "float32": (attention, three(dtype=torch.float32)),
     "a dropout": (dropped, three()),
+    "a dropout of SDPA's own under a mask": (dropped, (*three(), torch.randn(49, 49, dtype=HALF))),
+    "a dropout that is spelled out, without a mask": (spelled_out, three()),
+    "a dropout that is spelled out, with aligned rows": (spelled_out, (*three(48), torch.randn(48, 48, dtype=HALF))),
     "shared heads": (shared, (heads(), heads(count=1), heads(count=1))),
     "a bias that learns": (attention, (*three(), torch.randn(49, 49, dtype=HALF).requires_grad_())),
     "a result that is changed in place": (changed_in_place, three()),
