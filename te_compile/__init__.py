@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from te_compile.deferred_gradients import LostGradientError
     from te_compile.inspect import Difference, Report, Row, Statistics, diff, explain, stats
     from te_compile.options import OptionError, Options, configure
+    from te_compile.passes.manager import PassError
     from te_compile.passes.plan import StrictError
     from te_compile.recipe import DelayedScaling, Float8CurrentScaling, Format, RecipeError
     from te_compile.state import StateError
@@ -47,6 +48,7 @@ _HOME = {
     "configure": "options",
     "Options": "options",
     "OptionError": "options",
+    "PassError": "passes.manager",
     "StrictError": "passes.plan",
     "Format": "recipe",
     "DelayedScaling": "recipe",
@@ -69,6 +71,7 @@ __all__ = [
     "LostGradientError",
     "OptionError",
     "Options",
+    "PassError",
     "RecipeError",
     "Report",
     "Row",

@@ -66,7 +66,7 @@ def te_fp8(
     tell_of_cuts()
     gm = _own_copy(gm)
     plan = Plan()
-    compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
+    compilation = manager.begin(plan, chosen.recipe.key(), chosen.key(), chosen.skip_passes)
     note = partial(note_constant_inputs, gm.graph, example_inputs)
     compilation.run("note_constant_inputs", note, gm.graph)
     signature = rewrite(gm, example_inputs, chosen, compilation)

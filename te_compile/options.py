@@ -25,6 +25,8 @@ option                      default     meaning
 ``defer_logits``            True        gradients of logits that are returned beside a loss are made only for who asks
 ``accumulate_in_products``  True        weight gradients are added by their products where ``.grad`` holds one already
 ``overwrite_logits``        True        the gradient of logits takes their memory where nothing else holds it any more
+``skip_passes``             none        passes that are left out, by the names in docs/passes.md: to find the one that a
+                                        fault comes from, or for a model that one of them cannot take
 ``mode``                    None        torch.compile's modes, here too because torch allows either mode or options
 any Inductor option                     passed through, as by the Inductor backend: ``triton.cudagraphs``, say
 ==========================  ==========  ================================================================================
@@ -49,6 +51,7 @@ from torch._inductor import list_mode_options
 from torch.utils._config_module import ConfigModule
 
 from te_compile.function_keys import callable_key
+from te_compile.optional_passes import OPTIONAL_PASSES
 from te_compile.recipe import DelayedScaling, Recipe, RecipeError, did_you_mean, resolve
 
 ENVIRONMENT_PREFIX = "TE_COMPILE_"
@@ -86,6 +89,7 @@ class Options:
     defer_logits: bool = True
     accumulate_in_products: bool = True
     overwrite_logits: bool = True
+    skip_passes: tuple[str, ...] = ()
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)  # Inductor's own options by their full names
 
@@ -337,6 +341,20 @@ def _truth_of(variable: str, text: str) -> bool:
     raise OptionError(f"{variable}={text!r}: must be 1 or 0 (or true/false, yes/no, on/off)")
 
 
+def _as_passes(name: str, value: Any) -> tuple[str, ...]:
+    """Names of passes that a graph can do without, each once."""
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple, set, frozenset)) or not all(isinstance(each, str) for each in given):
+        raise OptionError(f"{name}={value!r}: must be the name of a pass such as 'fuse_producers', or a list of them")
+    names = sorted({each.strip() for each in given if each.strip()})
+    for each in names:
+        if each not in OPTIONAL_PASSES:
+            suggestion = did_you_mean(each, OPTIONAL_PASSES)
+            allowed = ", ".join(OPTIONAL_PASSES)
+            raise OptionError(f"{name}={value!r}: {each!r} cannot be left out{suggestion} These can: {allowed}")
+    return tuple(names)
+
+
 def _as_compiler(name: str, value: Any) -> str:
     return _one_of(name, value, COMPILERS)
 
@@ -373,5 +391,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "defer_logits": _as_bool,
     "accumulate_in_products": _as_bool,
     "overwrite_logits": _as_bool,
+    "skip_passes": _as_passes,
     "mode": _as_mode,
 }

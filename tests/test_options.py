@@ -32,6 +32,7 @@ def test_defaults_need_nothing() -> None:
     assert (options.lm_head, options.strict, options.compiler, options.cost_model) == (False, False, "inductor", True)
     assert options.cache_weights is True and options.defer_logits is True and options.save_memory is False
     assert options.accumulate_in_products is True and options.overwrite_logits is True
+    assert options.skip_passes == ()
     assert (options.include, options.exclude, options.mode, dict(options.inductor)) == (None, (), None, {})
 
 
@@ -59,6 +60,14 @@ def test_a_recipe_is_a_name_a_dict_or_an_object(recipe: object) -> None:
         ("save_memory", "most", "save_memory='most': must be True or False"),
         ("defer_logits", 2, "defer_logits=2: must be True or False"),
         ("overwrite_logits", "no", "overwrite_logits='no': must be True or False"),
+        ("skip_passes", 3, "skip_passes=3: must be the name of a pass such as 'fuse_producers', or a list of them"),
+        ("skip_passes", ["fold_masks", None], "must be the name of a pass"),
+        (
+            "skip_passes",
+            "fuse_producer",
+            "'fuse_producer' cannot be left out; did you mean 'fuse_producers'? These can:",
+        ),
+        ("skip_passes", "lower_linears", "'lower_linears' cannot be left out"),
         ("mode", "fast", "mode='fast': choose one of 'default'"),
         ("mode", True, "mode=True: choose one of 'default'"),
         ("max_autotune", "yes", "max_autotune='yes': an Inductor option of type bool"),
@@ -348,6 +357,8 @@ def test_options_that_compile_differently_have_different_keys() -> None:
         {"save_memory": True},
         {"defer_logits": False},
         {"overwrite_logits": False},
+        {"skip_passes": "fold_masks"},
+        {"skip_passes": "fold_masks,fuse_producers"},
         {"mode": "max-autotune"},
         {"max_autotune": True},
         {"max_autotune": False},

@@ -140,6 +140,8 @@ def _notes(look: Look, chosen: Options, names: KnownNames | None) -> Iterator[st
     yield from look.notes
     if not compilations:
         yield "torch.compile captured no graph, so nothing was looked at"
+    if chosen.skip_passes:
+        yield f"passes left out, as asked: {', '.join(chosen.skip_passes)}"
     yield from notes_on_writes(look.changed, names)
     yield from _names_that_differ(compilations, names)
     selectable = [site.name for compilation in compilations for site in compilation.plan.sites]

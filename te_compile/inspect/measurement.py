@@ -185,7 +185,7 @@ def measure(
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm, plan = _with_sources(gm), Plan()
-        compilation = manager.begin(plan, chosen.recipe.key(), chosen.key())
+        compilation = manager.begin(plan, chosen.recipe.key(), chosen.key(), chosen.skip_passes)
         signature = rewrite(gm, example_inputs, chosen, compilation)
         return torch._dynamo.disable(_Graph(gm, signature, chosen, mode, plan).__call__)
 

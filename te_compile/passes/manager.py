@@ -20,12 +20,17 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.fx import Graph
 
+from te_compile.optional_passes import OPTIONAL_PASSES
 from te_compile.passes.plan import Plan
 from te_compile.passes.text import graph_text, ops_text
 
 LOG = logging.getLogger("te_compile")
 DECIDED_BY = "select_linears"  # after this pass the plan is complete, and worth a line in the log
 _NUMBERS = count()
+
+
+class PassError(RuntimeError):
+    """A pass failed on a captured graph, which is a fault of te_compile's; the message says how to go on."""
 
 
 @dataclass
@@ -41,27 +46,40 @@ class PassRecord:
 
 @dataclass
 class Compilation:
-    """Everything that happened to one captured graph. ``number`` counts compilations in this process."""
+    """Everything that happened to one captured graph. ``number`` counts compilations in this process; ``skipped`` are
+    the passes to leave out."""
 
     plan: Plan
     recipe: str
     options: str
+    skipped: tuple[str, ...] = ()
     number: int = field(default_factory=lambda: next(_NUMBERS))
     passes: list[PassRecord] = field(default_factory=list)
     joint: Graph | None = None
     keep_graphs: bool = False
 
     def run(self, name: str, work: Callable[[], int], graph: Graph) -> int:
-        """Run one pass over ``graph`` (``work`` is the pass, bound to it) and record it."""
+        """Run one pass over ``graph`` (``work`` is the pass, bound to it) and record it; returns its count.
+
+        Raises PassError where it fails for want of foresight. Errors of PyTorch's own classes, some of which steer
+        Dynamo, and those that tell a user of an input go through as they are.
+        """
+        if name in self.skipped:
+            return 0
         directory = os.environ.get("TE_COMPILE_DEBUG")
         dump = _Dump(Path(directory), self.number) if directory else None
         if dump is not None and not self.passes:
             dump.write("00_captured", graph_text(graph))
         before = ops_text(graph) if self.keep_graphs else ""
         start = time.perf_counter()
-        changed = work()
-        seconds = time.perf_counter() - start
-        graph.lint()
+        try:
+            changed = work()
+            seconds = time.perf_counter() - start
+            graph.lint()
+        except Exception as error:
+            if type(error).__module__ != "builtins":
+                raise
+            raise PassError(_failure(name, error)) from error
         self.passes.append(PassRecord(name, changed, seconds, before, ops_text(graph) if self.keep_graphs else ""))
         LOG.debug("graph %d: %s: %d in %.1f ms", self.number, name, changed, 1e3 * seconds)
         if name == DECIDED_BY:
@@ -84,6 +102,14 @@ class Compilation:
                 "details; strict=True makes this an error)",
                 stacklevel=2,
             )
+
+
+def _failure(name: str, error: Exception) -> str:
+    """That a pass failed, why, and how to go on."""
+    way_out = f"options={{'skip_passes': {name!r}}} compiles without it"
+    if name not in OPTIONAL_PASSES:
+        way_out = "nothing can be compiled to FP8 without it"
+    return f"the pass {name} failed with {type(error).__name__}: {error}; that is a fault of te_compile's: {way_out}"
 
 
 def summary(plan: Plan) -> str:
@@ -147,9 +173,9 @@ def recording() -> Iterator[list[Compilation]]:
         _LISTENER.reset(token)
 
 
-def begin(plan: Plan, recipe: str, options: str) -> Compilation:
+def begin(plan: Plan, recipe: str, options: str, skipped: tuple[str, ...] = ()) -> Compilation:
     """A record for one captured graph, also handed to whoever is recording."""
-    compilation = Compilation(plan, recipe, options)
+    compilation = Compilation(plan, recipe, options, skipped)
     listener = _LISTENER.get()
     if listener is not None:
         compilation.keep_graphs = True

@@ -15,8 +15,9 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 import te_compile
+from te_compile.options import OptionError
 from te_compile.passes import manager
-from te_compile.passes.manager import Compilation
+from te_compile.passes.manager import Compilation, PassError
 from te_compile.passes.plan import Plan
 from tests.compiling import compiled
 
@@ -44,8 +45,39 @@ def test_a_pass_that_leaves_a_broken_graph_is_caught_at_once() -> None:
         sin.append(neg)  # now its argument comes after it
         return 1
 
-    with pytest.raises(RuntimeError, match="before it has been defined"):
+    with pytest.raises(PassError, match=r"break_the_order failed with RuntimeError: .*before it has been defined"):
         Compilation(Plan(), "delayed", "").run("break_the_order", break_the_order, graph)
+
+
+@pytest.mark.parametrize(("name", "way_out"), [
+    ("fold_masks", r"options=\{'skip_passes': 'fold_masks'\} compiles without it"),
+    ("lower_linears", "nothing can be compiled to FP8 without it"),
+])  # fmt: skip
+def test_a_pass_that_fails_is_named_with_a_way_out(name: str, way_out: str) -> None:
+    def work() -> int:
+        raise AttributeError("'tuple' object has no attribute 'dtype'")
+
+    said = f"the pass {name} failed with AttributeError: 'tuple' object has no attribute 'dtype'; .*{way_out}"
+    with pytest.raises(PassError, match=said) as raised:
+        Compilation(Plan(), "delayed", "").run(name, work, two_calls())
+    assert isinstance(raised.value.__cause__, AttributeError)
+
+
+@pytest.mark.parametrize("error", [OptionError("exclude"), torch._dynamo.exc.SkipFrame("elsewhere")])
+def test_errors_that_tell_somebody_something_go_through(error: Exception) -> None:
+    def work() -> int:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        Compilation(Plan(), "delayed", "").run("a_pass", work, two_calls())
+    assert raised.value is error
+
+
+def test_a_pass_that_is_left_out_neither_runs_nor_is_recorded() -> None:
+    compilation = manager.begin(Plan(), "delayed", "", ("a_pass",))
+    assert compilation.run("a_pass", lambda: 1 // 0, two_calls()) == 0
+    assert compilation.run("another", lambda: 2, two_calls()) == 2
+    assert [each.name for each in compilation.passes] == ["another"]
 
 
 def test_texts_are_kept_for_whoever_listens_and_for_nobody_else() -> None:
