@@ -27,7 +27,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "passes.md"
 REQUIRED = {
     "follow_writes", "make_apart", "find_attentions", "exact_dropouts", "find_linears", "select_linears",
     "spell_out_linears", "lower_linears", "note_constant_inputs", "open_norms", "lay_out_attention_gradients",
-    "choose_implementations", "set_names_aside", "keep_read_logits",
+    "choose_implementations", "set_names_aside", "keep_read_logits", "tag_memory", "recomputed_attentions",
+    "share_across_regions", "choose_attention_kernels",
 }  # fmt: skip
 SAMPLE = 8
 
