@@ -8,13 +8,14 @@ come last, and go back behind it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import torch.nn.functional as F
 from torch.fx import Node
 
-from te_compile.passes.captured_nodes import argument, called, is_tensor, rows_of, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, called, is_tensor, size_hint, value_of
 from te_compile.passes.plan import Site
 from te_compile.passes.regions import Region
 from te_compile.passes.weight_expressions import Weights
@@ -29,7 +30,8 @@ def left_site(region: Region, node: Node, weights: Weights) -> Site | None:
     if value_of(weight).dim() != 2 or value_of(x).dim() < 2 or weights.owner(x, region) is not None:
         return None
     out_features, in_features = map(size_hint, value_of(weight).shape)
-    tokens = rows_of(value_of(x).mT)
+    *leading, _, columns = map(size_hint, value_of(x).shape)
+    tokens = math.prod(leading) * columns
     site = Site("", called(node), region, node, tokens, (in_features, out_features), x, weight)
     if not site.has_a_parameter(weights):
         return None

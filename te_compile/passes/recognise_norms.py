@@ -265,7 +265,7 @@ def _spelled_out(root: Node) -> Norm | None:
         return None
     wide, eps, chain = statistics
     multiplied = _other_operand(normal, root)
-    if not isinstance(multiplied, Node) or _before_cast(multiplied) is not _before_cast(wide):
+    if not _is_float(multiplied) or _before_cast(multiplied) is not _before_cast(wide):
         return None
     if _dtype(normal) != torch.float32:
         return None

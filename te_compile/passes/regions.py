@@ -83,8 +83,7 @@ class Region:
         operand, last = self.parent.bring_in(root_node), next(reversed(self._positions))
         with self.graph.inserting_after(last):
             brought = self.graph.placeholder(root_node.name)
-        # The body may have another value of this name; what counts in its signature is the target.
-        brought.target = brought.name
+        _call_given(brought)
         self._inside[root_node], self._positions[brought] = brought, len(self._positions)
         self.call.insert_arg(len(self.call.args), operand)
         return brought
@@ -100,6 +99,15 @@ class Region:
         with self.parent.graph.inserting_after(self.call):
             result = self.parent.graph.call_function(operator.getitem, (self.call, len(results)))
         return self.parent.send_out(result)
+
+
+def _call_given(placeholder: Node) -> None:
+    """Give an operand of a body a name in its signature that is no method's and no other value's.
+
+    Dynamo calls it after what is handed in: what ``mask.to(dtype)`` made is ``to`` inside, the target that a call of
+    that method has.
+    """
+    placeholder.target = placeholder.graph._graph_namespace.create_name(f"given_{placeholder.name}", None)
 
 
 _OF_THE_USER = "autograd_function_apply"
@@ -155,6 +163,8 @@ def regions_of(module: GraphModule) -> tuple[list[Region], list[Left]]:
         for call, name, body in found:
             if name in ENTERED and calls[id(body)] == 1 and call not in transformed:
                 entered.append(Region(body, region, call))
+                for placeholder in entered[-1].placeholders:
+                    _call_given(placeholder)
             else:
                 left.append(Left(name, body, _handed(region, call, name, body)))
     for each in left:  # what is inside of those is left with them

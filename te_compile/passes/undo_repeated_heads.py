@@ -90,12 +90,15 @@ def _what_to_do_about_the_mask(attention: Node) -> str:
 def why_not_shared(attention: Node) -> str:
     """Why no fused kernel computes this attention with heads shared; "" if one does."""
     query, value = value_of(argument(attention, 0, "query")), value_of(argument(attention, 2, "value"))
-    widths = {query.shape[-1], value.shape[-1]}
+    widths = [query.shape[-1], value.shape[-1]]
     if argument(attention, 3, "attn_mask") is not None:
         return f"with a mask no fused kernel shares them; {_what_to_do_about_the_mask(attention)}"
     if value_of(attention).dtype not in _DTYPES:
         return f"in {value_of(attention).dtype} no fused kernel shares them; use bfloat16 or float16"
-    if len(widths) != 1 or not all(isinstance(width, int) and width <= WIDEST_HEAD for width in widths):
+    if not all(isinstance(width, int) for width in widths):
+        why = "how wide its heads are is unknown when compiling, and of wide ones no fused kernel shares any"
+        return f"{why}; compile with dynamic=False"
+    if widths[0] != widths[1] or widths[0] > WIDEST_HEAD:
         why = f"no fused kernel shares heads wider than {WIDEST_HEAD}, or of several widths"
         return f"{why}; nothing to do: it would be slower"
     if query.dim() != 4 or argument(attention, 7, "enable_gqa", False) is not False:

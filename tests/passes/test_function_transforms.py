@@ -121,3 +121,11 @@ def test_a_weight_that_leaves_a_transform_is_kept() -> None:
         y = compiled(model)(x)
     assert [site.status for site in records[0].plan.sites] == ["kept", "fp8", "kept"]
     assert cosine(y, model(x)) > 0.999
+
+
+def test_a_product_of_two_tensors_that_are_batched_is_looked_at_without_a_level() -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row @ row.T)(x)
+
+    x = torch.randn(4, 6, 8, requires_grad=True)
+    torch.testing.assert_close(compiled(run)(x), run(x))

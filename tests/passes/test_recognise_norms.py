@@ -384,6 +384,15 @@ def test_sizes_that_are_symbols_are_no_obstacle() -> None:
     assert (count, kinds_in(module)) == (1, ["rms"])
 
 
+def test_a_root_that_is_multiplied_by_a_symbolic_size_is_no_norm() -> None:
+    def function(x: Tensor, matrix: Tensor) -> Tensor:
+        return F.linear(x * (torch.rsqrt(mean_square(x) + EPS) * x.shape[1]), matrix)
+
+    x, _, matrix = inputs(FP32, FP32)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert rewritten(function, x, matrix)[1] == 0
+
+
 HUGGING_FACE = {
     "llama.modeling_llama.LlamaRMSNorm": "rms",
     "gemma2.modeling_gemma2.Gemma2RMSNorm": "rms_offset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
+from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -90,6 +92,37 @@ def test_values_can_be_brought_in_and_sent_out_through_every_level(nested: bool)
     y, seen = gm(*examples)
     assert seen == 8.0
     torch.testing.assert_close(y, model(x))
+
+
+def attention_under(x: Tensor, mask: Tensor) -> Tensor:
+    return (x @ x.mT + mask).softmax(-1) @ x
+
+
+def handed_straight(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Attention in a checkpointed body that is handed what ``make`` makes of a mask, and called after how."""
+    return lambda x, mask: checkpoint(attention_under, x, make(mask), use_reentrant=False)
+
+
+def handed_by_a_name(x: Tensor, mask: Tensor) -> Tensor:
+    new_ones = mask[..., :1].float()
+    return checkpoint(lambda x, scale: (x @ x.mT * scale).softmax(-1) @ x, x, new_ones, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        handed_straight(lambda mask: mask.to(torch.float32)),
+        handed_straight(lambda mask: mask.float().expand(2, 3, 6, 6)),
+        handed_straight(lambda mask: mask.float().clone()),
+        handed_by_a_name,
+    ],
+)
+def test_an_operand_of_a_body_is_not_taken_for_a_call_of_what_it_is_named_after(
+    run: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    x, mask = torch.randn(2, 3, 6, 6, requires_grad=True), torch.randn(3, 6, 6).double()
+    y, wanted = compiled(run)(x, mask), run(x, mask)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_higher_order_operator_that_is_not_entered_is_reported() -> None:

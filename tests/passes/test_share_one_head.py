@@ -64,6 +64,15 @@ def test_where_no_fused_kernel_shares_heads_it_stays_and_says_why(
     assert len(marks(graph, BROADCAST)) == 1 and reason in marks(graph, BROADCAST)[0]
 
 
+def test_heads_whose_width_is_a_symbol_stay_as_they_are() -> None:
+    operands = [heads(HEADS), heads(1), heads(1)]
+    for each in operands:
+        torch._dynamo.mark_dynamic(each, 3)
+    graph = captured(plain, *operands)[0].graph
+    count = share_one_head(graph)
+    assert count == 0 and "dynamic=False" in "".join(marks(graph, BROADCAST))
+
+
 def written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(q, k, v).add_(1.0)
 
