@@ -162,11 +162,11 @@ def _is_of_length_one(node: Any) -> bool:
 
 
 def _mixes_samples(node: Node) -> bool:
-    """Is ``node`` a mean over the first dimension too, as that of an ensemble's members, or over all?"""
+    """Is ``node`` a mean over the first dimension too, as that of an ensemble's members, or over all there are?"""
     if not _reduces(node):
         return False
     dims, read = _numbers(argument(node, 1, "dim")), value_of(node.all_input_nodes[0])
-    return not dims or any(dim % read.dim() == 0 for dim in dims)
+    return not dims or read.dim() == 0 or any(dim % read.dim() == 0 for dim in dims)
 
 
 def _reduces(node: Node) -> bool:

@@ -532,6 +532,20 @@ def test_what_ends_a_sequence_of_layers_behind_a_pool_is_a_head() -> None:
     assert [site.status for site in sites] == ["fp8", "fp8"]  # features of a picture, maybe, and no logits
 
 
+@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
+def test_the_mean_of_a_number_is_no_pool(reduce: Callable[..., Tensor]) -> None:
+    class OfANumber(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(1, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(reduce(x.mean(), 0).view(1, 1))
+
+    (site,) = planned(OfANumber(), torch.randn(4, 32)).sites
+    assert "behind a pool" not in site.reason
+
+
 def test_an_fc_is_no_head_without_a_pool_or_where_its_result_is_no_logits() -> None:
     assert verdict(OfPictures(nn.GELU()), torch.randn(2, 3, 8, 8)).status == "fp8"
     parts = nn.ModuleDict({"fc": nn.Linear(32, 48)})
