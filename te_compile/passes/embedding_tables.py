@@ -154,11 +154,16 @@ def _picks_rows(node: Node) -> bool:
 
 
 def _is_of_table(node: Any, region: Region, table: Node | None) -> bool:
-    """Is ``node`` the parameter ``table``, in whatever shape or dtype?"""
+    """Is ``node`` the parameter ``table``, in whatever shape or dtype, or stretched to another number of rows?"""
     node, region = origin(node, region)
-    while isinstance(node, Node) and node is not table and keeps_values(node) and node.args:
+    while isinstance(node, Node) and node is not table and (keeps_values(node) or _stretches(node)) and node.args:
         node, region = origin(node.args[0], region)
     return node is table
+
+
+def _stretches(node: Node) -> bool:
+    """Does it make more rows, or fewer, of a table for another size of picture?"""
+    return node.target is F.interpolate
 
 
 def embedding_tables(plan: Plan) -> set[Node | None]:

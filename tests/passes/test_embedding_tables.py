@@ -83,6 +83,7 @@ LOOKUPS: list[Callable[[nn.Embedding, Tensor], Tensor]] = [
     lambda table, at: torch.embedding(table.weight, at),
     lambda table, at: table.weight[at],
     lambda table, at: table.weight.float()[at.long()].contiguous(),
+    lambda table, at: F.interpolate(table.weight.reshape(1, 95, -1).mT, size=95, mode="linear")[0].permute(1, 0)[at],
 ]
 
 
