@@ -25,7 +25,6 @@ OPTIONAL_PASSES = (
     "lower_attentions",
     "window_attentions",
     "widen_heads",
-    "biased_attentions",
     "short_attentions",
     "varying_attentions",
     "masked_attentions",
