@@ -164,11 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = measured(work, right, options, given.iters)
             described = {"shape": size, "form": form, "bias": bias, "dropout": given.dropout}
             rows.write(what="odd attention", **described, name=name, **row)
-            if not right:
-                pass
-            elif options is None:
+            if right and options is None:
                 least = min(least, row["sqnr_db"] - _MARGIN_DB)
-            elif not row["sqnr_db"] >= least:
+            elif right and not row["sqnr_db"] >= least:
                 rows.fail(name, f"{row['sqnr_db']:.1f} dB, {least:.0f} needed")
             way = row["way"]
     return rows.exit_status()
