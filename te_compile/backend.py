@@ -31,11 +31,13 @@ from te_compile.passes.draw_dropouts import draw_dropouts
 from te_compile.passes.exact_dropouts import exact_dropouts
 from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
+from te_compile.passes.finite_gradients import finite_gradients
 from te_compile.passes.fold_masks import fold_masks
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
 from te_compile.passes.masked_attentions import masked_attentions
 from te_compile.passes.move_row_masks import move_row_masks
+from te_compile.passes.narrow_masks import narrow_masks
 from te_compile.passes.patches_as_products import patches_as_products
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
@@ -114,7 +116,9 @@ def rewrite(
     run(choose_attention_kernels, regions, plan, chosen)
     run(varying_attentions, regions, plan, chosen)
     run(masked_attentions, regions, plan, chosen)
+    run(narrow_masks, regions, plan)
     run(exact_dropouts, regions, plan)
+    run(finite_gradients, regions, plan, chosen)
     run(draw_dropouts, regions, plan, chosen)
     if chosen.strict:
         plan.require_all_supported()

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 DOCS = Path(__file__).parents[1] / "docs" / "passes.md"
 REQUIRED = {
-    "follow_writes", "make_apart", "find_attentions", "exact_dropouts", "find_linears", "select_linears",
-    "spell_out_linears", "lower_linears", "note_constant_inputs", "open_norms", "lay_out_attention_gradients",
-    "choose_implementations", "set_names_aside", "keep_read_logits", "tag_memory", "recomputed_attentions",
-    "share_across_regions", "choose_attention_kernels", "biased_attentions",
+    "follow_writes", "make_apart", "find_attentions", "narrow_masks", "exact_dropouts", "finite_gradients",
+    "find_linears", "select_linears", "spell_out_linears", "lower_linears", "note_constant_inputs", "open_norms",
+    "lay_out_attention_gradients", "choose_implementations", "set_names_aside", "keep_read_logits", "tag_memory",
+    "recomputed_attentions", "share_across_regions", "choose_attention_kernels", "biased_attentions",
 }  # fmt: skip
 SAMPLE = 8
 

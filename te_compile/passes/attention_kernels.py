@@ -113,7 +113,8 @@ def can_run(kernel: str, node: Node) -> bool:
     """Does PyTorch hold the kernel "cudnn" or "flash" able to run this attention here, under the present settings?"""
     if not torch.cuda.is_available():  # a PyTorch built for CUDA would ask a driver that is not there
         return False
-    query, key, value = (value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
+    operands = (value_of(argument(node, place, name)) for place, name in enumerate(("query", "key", "value")))
+    query, key, value = (each.to(value_of(node).dtype) for each in operands)  # an autocast may be at work
     dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", False)
     shares_heads = argument(node, 7, "enable_gqa", False)
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, causal, shares_heads)

@@ -8,46 +8,17 @@ bias: it goes to the memory-efficient kernel by name and, where that cannot be c
 
 from __future__ import annotations
 
-import operator
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Node
-from torch.nn.attention import SDPBackend
 
-from te_compile.passes.attention_kernels import is_plain, is_rounded, order_of_kernels, ordinary_attentions
-from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
-from te_compile.passes.efficient_attention import (
-    HALVES,
-    Runs,
-    call_efficiently,
-    cast_for_attention,
-    may_be_called,
-    operands_of,
-    runs_efficiently,
-)
+from te_compile.passes.attention_kernels import is_rounded, ordinary_attentions
+from te_compile.passes.captured_nodes import argument
+from te_compile.passes.efficient_attention import Runs, runs_efficiently
+from te_compile.passes.leave_cudnn import elsewhere, is_tensors_alone, runs_on_cudnn
 from te_compile.passes.plan import Plan
 from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
-from te_compile.passes.side_effects import may_change
-from te_compile.passes.writing import Writer
-
-PRODUCTS = torch._scaled_dot_product_attention_math
-
-
-def runs_on_cudnn(node: Node) -> bool:
-    """Would SDPA take cuDNN's kernel for this call?"""
-    query, key, value, mask = map(value_of, operands_of(node))
-    if query.device.type != "cuda" or not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
-        return False
-    order = order_of_kernels()
-    if order.index(SDPBackend.EFFICIENT_ATTENTION.value) < order.index(SDPBackend.CUDNN_ATTENTION.value):
-        return False
-    query, key, value = (each.to(value_of(node).dtype) for each in (query, key, value))  # an autocast may be at work
-    dropout, shares_heads = argument(node, 4, "dropout_p", 0.0), argument(node, 7, "enable_gqa", False)
-    asked = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, False, shares_heads)
-    return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
 def exact_dropouts(
@@ -64,38 +35,10 @@ def exact_dropouts(
     for index in ordinary_attentions(regions, plan):
         attention = plan.attentions[index]
         node: Any = attention.node
-        if RECOGNISED not in node.meta or not is_plain(node, masked=True) or any(map(wrapped_kind, operands_of(node))):
+        if RECOGNISED not in node.meta or argument(node, 3, "attn_mask") is None or not is_tensors_alone(node):
             continue
-        if not is_rounded(node) or not rounds(node):
-            continue
-        if _may_run_efficiently(node, changes) and efficient(node):
-            plan.attentions[index] = call_efficiently(attention, "exact")
-        else:
-            plan.attentions[index] = replace(attention, node=_as_products(node), kernel="exact")
-        changed += 1
+        moved = elsewhere(attention, "exact", changes, efficient) if is_rounded(node) and rounds(node) else None
+        if moved is not None:
+            plan.attentions[index] = moved
+            changed += 1
     return changed
-
-
-def _may_run_efficiently(node: Node, changes: dict[Node, bool]) -> bool:
-    """Is a direct call of the memory-efficient kernel the same as SDPA's, and does nothing change its result?"""
-    if value_of(node).dtype not in HALVES or not may_be_called(node):
-        return False
-    return not (torch.is_grad_enabled() and may_change(node, changes))  # its gradients read the result as it was
-
-
-def _as_products(node: Node) -> Node:
-    """Put what SDPA computes without a fused kernel in the place of the call; returns its outputs."""
-    write = Writer(node)
-    operands = [
-        None if each is None else cast_for_attention(write, each, value_of(node).dtype) for each in operands_of(node)
-    ]
-    outputs = write.call(
-        PRODUCTS,
-        *operands,
-        argument(node, 4, "dropout_p", 0.0),
-        argument(node, 5, "is_causal", False),
-        scale=argument(node, 6, "scale"),
-        enable_gqa=argument(node, 7, "enable_gqa", False),
-    )
-    write.put_in_place(write.call(operator.getitem, outputs, 0))
-    return outputs

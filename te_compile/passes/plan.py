@@ -127,7 +127,7 @@ class AttentionRecord:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "short", "exact", "window", "tiles", "sinks", "core" or "te" where
+    kernel: "cudnn", "flash", "efficient", "short", "exact", "finite", "window", "tiles", "sinks", "core" or "te" where
         that was chosen instead of what PyTorch would run; empty where it chooses.
     """
 

@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 
 from te_compile.passes import manager
 from te_compile.passes.efficient_attention import EFFICIENT_ATTENTION
-from te_compile.passes.exact_dropouts import PRODUCTS, exact_dropouts
+from te_compile.passes.exact_dropouts import exact_dropouts
 from te_compile.passes.find_attentions import find_attentions
+from te_compile.passes.leave_cudnn import PRODUCTS
 from te_compile.passes.plan import Plan
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of

@@ -1,0 +1,114 @@
+"""Would SDPA run a call on cuDNN's kernel, and what else computes the same: for passes that keep off it what it has
+wrong."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn.attention import SDPBackend
+
+from te_compile.passes.attention_kernels import FLASH_ATTENTION, can_run, is_plain, order_of_kernels
+from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
+from te_compile.passes.efficient_attention import (
+    HALVES,
+    Runs,
+    call_efficiently,
+    cast_for_attention,
+    may_be_called,
+    operands_of,
+    runs_efficiently,
+)
+from te_compile.passes.plan import Attention
+from te_compile.passes.recognise_attention import RECOGNISED
+from te_compile.passes.side_effects import may_change
+from te_compile.passes.writing import Writer
+
+PRODUCTS = torch._scaled_dot_product_attention_math
+
+
+def runs_on_cudnn(node: Node) -> bool:
+    """Would SDPA take cuDNN's kernel for this call?"""
+    query, key, value, mask = map(value_of, operands_of(node))
+    if query.device.type != "cuda" or not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    order = order_of_kernels()
+    if order.index(SDPBackend.EFFICIENT_ATTENTION.value) < order.index(SDPBackend.CUDNN_ATTENTION.value):
+        return False
+    query, key, value = (each.to(value_of(node).dtype) for each in (query, key, value))  # an autocast may be at work
+    dropout, shares_heads = argument(node, 4, "dropout_p", 0.0), argument(node, 7, "enable_gqa", False)
+    causal = argument(node, 5, "is_causal", False)
+    asked = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, causal, shares_heads)
+    return torch.backends.cuda.can_use_cudnn_attention(asked)
+
+
+def is_tensors_alone(node: Node) -> bool:
+    """Has the call arguments that a direct call of another kernel could have, and no tensor of another kind?"""
+    operands = operands_of(node)
+    return not any(map(wrapped_kind, operands)) and is_plain(node, masked=operands[3] is not None)
+
+
+def runs_on_flash(node: Node) -> bool:
+    """Can PyTorch's flash kernel run a call without a mask?"""
+    return can_run("flash", node)
+
+
+def by_flash(attention: Attention, reason: str) -> Attention:
+    """The attention, of no mask, with a direct call of the flash kernel in the place of its own. ``reason``: how the
+    plan names the choice (``AttentionRecord.kernel``)."""
+    node = attention.node
+    write, dtype = Writer(node), value_of(node).dtype
+    operands = [cast_for_attention(write, each, dtype) for each in operands_of(node)[:3]]
+    dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
+    outputs = write.call(FLASH_ATTENTION, *operands, dropout, causal, False, scale=argument(node, 6, "scale"))
+    write.put_in_place(write.call(operator.getitem, outputs, 0))
+    return replace(attention, node=outputs, kernel=reason)
+
+
+def elsewhere(
+    attention: Attention, reason: str, changes: dict[Node, bool], efficient: Runs = runs_efficiently
+) -> Attention | None:
+    """The attention on PyTorch's memory-efficient kernel or, where that cannot be called, by products of matrices if
+    that is how the model spells it out; None where neither can be.
+
+    reason: how the plan names the choice. changes: see ``may_change``. efficient: can the kernel run a call?
+    """
+    node = attention.node
+    if _may_run_efficiently(node, changes) and efficient(node):
+        return call_efficiently(attention, reason)
+    if RECOGNISED not in node.meta:
+        return None
+    return replace(attention, node=_as_products(node), kernel=reason)
+
+
+def reads_result_as_it_was(node: Node, changes: dict[Node, bool]) -> bool:
+    """Would gradients of a fused kernel miss what is written into the result after it? changes: see ``may_change``."""
+    return torch.is_grad_enabled() and may_change(node, changes)
+
+
+def _may_run_efficiently(node: Node, changes: dict[Node, bool]) -> bool:
+    """Is a direct call of the memory-efficient kernel the same as SDPA's, and does nothing change its result?"""
+    if value_of(node).dtype not in HALVES or not may_be_called(node):
+        return False
+    return not reads_result_as_it_was(node, changes)
+
+
+def _as_products(node: Node) -> Node:
+    """Put what SDPA computes without a fused kernel in the place of the call; returns its outputs."""
+    write = Writer(node)
+    operands: list[Any] = [
+        None if each is None else cast_for_attention(write, each, value_of(node).dtype) for each in operands_of(node)
+    ]
+    outputs = write.call(
+        PRODUCTS,
+        *operands,
+        argument(node, 4, "dropout_p", 0.0),
+        argument(node, 5, "is_causal", False),
+        scale=argument(node, 6, "scale"),
+        enable_gqa=argument(node, 7, "enable_gqa", False),
+    )
+    write.put_in_place(write.call(operator.getitem, outputs, 0))
+    return outputs

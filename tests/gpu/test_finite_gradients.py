@@ -1,0 +1,130 @@
+"""Gradients are numbers where all scores of a query are low, and cuDNN's would be none; and where a mask is one of
+float32, which it would misread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_compile.passes import manager
+from te_compile.passes.attention_kernels import is_faster_on
+from tests.compiling import compiled, relative_error
+
+HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device on which cuDNN's attention is the fastest"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
+
+BATCH, HEADS = 2, 3
+CUDNN_FIRST = [3, 1, 2, 0, 4]
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def cudnn_comes_first() -> Iterator[None]:
+    """As where PyTorch finds a newer one."""
+    q = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+    torch._fused_sdp_choice(q, q, q)  # PyTorch sets its order at the first look
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(CUDNN_FIRST)
+    yield
+    torch._C._set_sdp_priority_order(before)
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(scores if mask is None else scores + mask, dim=-1) @ v
+
+
+def heads(queries: int, keys: int, width: int, dtype: torch.dtype, score: float) -> list[Tensor]:
+    """q, k and v of which each score is about ``score``: the first features make it so."""
+    q, k, v = (torch.randn(BATCH, HEADS, n, width, device="cuda") for n in (queries, keys, keys))
+    q[..., 0], k[..., 0] = 1.0, score * math.sqrt(width)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v)]
+
+
+def lowest(length: int, dtype: torch.dtype) -> Tensor:
+    """Causal, and of the first row half is padding in front: the lowest number hides, and some queries see nothing."""
+    mask = torch.zeros(BATCH, 1, length, length, device="cuda", dtype=dtype)
+    mask.masked_fill_(torch.ones(length, length, device="cuda", dtype=torch.bool).triu(1), torch.finfo(dtype).min)
+    mask[0, :, :, : length // 2] = torch.finfo(dtype).min
+    return mask
+
+
+def step(call: Attend, operands: list[Tensor], mask: Tensor | None, grad: Tensor) -> list[Tensor]:
+    """Result and gradients; that of queries without the feature whose gradient is a sum that cancels."""
+    y = call(*operands) if mask is None else call(*operands, mask)
+    dq, dk, dv = torch.autograd.grad(y, operands, grad.to(y.dtype))
+    return [y, dq[..., 1:], dk, dv]
+
+
+def check(attend: Attend, operands: list[Tensor], mask: Tensor | None) -> list[str]:
+    """Hold te_fp8 against float32; returns the kernels that it chose."""
+    wide = [x.detach().float().requires_grad_() for x in operands]
+    grad = torch.randn(*operands[0].shape[:3], operands[2].shape[3], device="cuda")
+    with manager.recording() as records:
+        got = step(compiled(attend), operands, mask, grad)
+    wanted = step(spelled_out, wide, None if mask is None else mask.float(), grad)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert one.isfinite().all(), name
+        assert relative_error(one, other) < 3e-2, name
+    return [each.kernel for record in records for each in record.plan.attentions]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [(64, 64, 128), (192, 192, 64), (576, 576, 72), (192, 192, 32), (40, 192, 64), (128, 64, 64), (1, 320, 64)],
+)
+def test_without_a_mask(attend: Attend, queries: int, keys: int, width: int, dtype: torch.dtype) -> None:
+    assert check(attend, heads(queries, keys, width, dtype, score=-150.0), None) == ["finite"]
+
+
+@pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
+def test_with_a_bias(attend: Attend) -> None:
+    mask = torch.randn(1, HEADS, 192, 192, device="cuda", dtype=torch.bfloat16)
+    assert check(attend, heads(192, 192, 64, torch.bfloat16, score=-150.0), mask) == ["finite"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
+@pytest.mark.parametrize("length", [192, 704])
+def test_where_padding_hides_by_the_lowest_number(attend: Attend, length: int, dtype: torch.dtype) -> None:
+    check(attend, heads(length, length, 64, dtype, score=0.0), lowest(length, dtype))
+
+
+class Encoder(nn.Module):
+    """A layer of torch.nn under a mask that is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, src_mask=mask)
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+def test_a_mask_of_float32_is_read_as_one(dtype: torch.dtype, trains: bool) -> None:
+    model = Encoder().to("cuda", dtype).train(trains)
+    x, mask = torch.randn(2, 128, 256, device="cuda", dtype=dtype), torch.randn(128, 128, device="cuda")
+    fast = compiled(model, exclude=["*"])
+    with torch.set_grad_enabled(trains):
+        got = fast(x, mask)
+    wanted = Encoder().to("cuda")
+    wanted.load_state_dict(model.state_dict())
+    assert relative_error(got, wanted.train(trains)(x.float(), mask)) < 2e-2
