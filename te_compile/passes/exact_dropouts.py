@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from te_compile.passes.attention_kernels import is_rounded, ordinary_attentions
 from te_compile.passes.captured_nodes import argument
-from te_compile.passes.efficient_attention import Runs, runs_efficiently
-from te_compile.passes.leave_cudnn import elsewhere, is_tensors_alone, runs_on_cudnn
+from te_compile.passes.efficient_attention import Runs, call_efficiently, runs_efficiently
+from te_compile.passes.leave_cudnn import as_products, is_tensors_alone, may_run_efficiently, runs_on_cudnn
 from te_compile.passes.plan import Plan
 from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
@@ -37,8 +37,11 @@ def exact_dropouts(
         node: Any = attention.node
         if RECOGNISED not in node.meta or argument(node, 3, "attn_mask") is None or not is_tensors_alone(node):
             continue
-        moved = elsewhere(attention, "exact", changes, efficient) if is_rounded(node) and rounds(node) else None
-        if moved is not None:
-            plan.attentions[index] = moved
-            changed += 1
+        if not is_rounded(node) or not rounds(node):
+            continue
+        if may_run_efficiently(node, changes) and efficient(node):
+            plan.attentions[index] = call_efficiently(attention, "exact")
+        else:
+            plan.attentions[index] = as_products(attention, "exact")
+        changed += 1
     return changed

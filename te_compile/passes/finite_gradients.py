@@ -10,7 +10,8 @@ nobody's past.
 
 In eager mode a model that spells attention out never met that, and one that calls SDPA did. Both are spared it here.
 Without a mask the C++ core's kernels compute such attention in about cuDNN's time, or PyTorch's flash does. With one
-the memory-efficient kernel does or, for what the model spells out, products of matrices.
+the memory-efficient kernel does. That must be told how many keys there are: where it cannot be, cuDNN has whole tiles
+of them, filled up with keys that the mask hides.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from te_compile.passes import window_attentions
 from te_compile.passes.attention_kernels import ordinary_attentions
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import wants_eager_draws
-from te_compile.passes.efficient_attention import Runs, operands_of, runs_efficiently
+from te_compile.passes.efficient_attention import Runs, call_efficiently, operands_of, runs_efficiently
 from te_compile.passes.leave_cudnn import (
+    as_products,
     by_flash,
-    elsewhere,
     is_tensors_alone,
+    may_run_efficiently,
     reads_result_as_it_was,
     runs_on_cudnn,
     runs_on_flash,
@@ -42,20 +44,11 @@ from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
 from te_compile.passes.varying_attentions import is_run_by_the_core
+from te_compile.passes.whole_tiles import in_whole_tiles
 from te_compile.passes.window_attentions import may_stand_for, put_window
 
 _FAULTY_ON = (9, 0)
 _TILE, _UNHIDDEN = 128, 64
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Which calls of SDPA each kernel would run, on the device where they stand."""
-
-    cudnn: Runs = runs_on_cudnn
-    core: window_attentions.Runs = is_run_by_the_core
-    flash: Runs = runs_on_flash
-    efficient: Runs = runs_efficiently
 
 
 def runs_on_faulty(node: Node) -> bool:
@@ -63,9 +56,17 @@ def runs_on_faulty(node: Node) -> bool:
     return Target.of(value_of(node).device).capability == _FAULTY_ON and runs_on_cudnn(node)
 
 
-def finite_gradients(
-    regions: list[Region], plan: Plan, options: Options, kernels: Kernels = Kernels(cudnn=runs_on_faulty)
-) -> int:
+@dataclass(frozen=True)
+class Kernels:
+    """Which calls of SDPA each kernel would run, on the device where they stand."""
+
+    cudnn: Runs = runs_on_faulty
+    core: window_attentions.Runs = is_run_by_the_core
+    flash: Runs = runs_on_flash
+    efficient: Runs = runs_efficiently
+
+
+def finite_gradients(regions: list[Region], plan: Plan, options: Options, kernels: Kernels = Kernels()) -> int:
     """Call another kernel where cuDNN's may return gradients that are no numbers; returns for how many attentions.
 
     All other passes must have chosen kernels.
@@ -89,12 +90,17 @@ def _may_be_unhidden(node: Node) -> bool:
     """May cuDNN's backward pass compute weights for keys, or with queries, that are not there?"""
     query, key, _, mask = map(value_of, operands_of(node))
     queries, keys = query.shape[2], key.shape[2]
-    if statically_known_true(queries == 1):
+    if _is_single(node):
         return True
     if isinstance(keys, int) and keys % _TILE != _UNHIDDEN:
         return False
     is_in_the_past = argument(node, 5, "is_causal", False) and statically_known_true(queries <= keys)
     return not (mask is None and is_in_the_past)
+
+
+def _is_single(node: Node) -> bool:
+    """Is there one query?"""
+    return statically_known_true(value_of(operands_of(node)[0]).shape[2] == 1)
 
 
 def _may_draw_anew(node: Node, options: Options) -> bool:
@@ -111,4 +117,8 @@ def _moved(attention: Attention, changes: dict[Node, bool], kernels: Kernels) ->
         return replace(attention, node=put_window(node, [query, key, value], (EVERYTHING, right)), kernel="finite")
     if mask is None and kernels.flash(node) and not reads_result_as_it_was(node, changes):
         return by_flash(attention, "finite")
-    return elsewhere(attention, "finite", changes, kernels.efficient)
+    if may_run_efficiently(node, changes) and kernels.efficient(node):
+        return call_efficiently(attention, "finite")
+    if mask is not None and not _is_single(node):
+        return in_whole_tiles(attention, _TILE, "finite")
+    return as_products(attention, "finite") if RECOGNISED in node.meta else None

@@ -15,15 +15,11 @@ from te_compile.passes.attention_kernels import FLASH_ATTENTION, can_run, is_pla
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.efficient_attention import (
     HALVES,
-    Runs,
-    call_efficiently,
     cast_for_attention,
     may_be_called,
     operands_of,
-    runs_efficiently,
 )
 from te_compile.passes.plan import Attention
-from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.writing import Writer
 
@@ -68,36 +64,22 @@ def by_flash(attention: Attention, reason: str) -> Attention:
     return replace(attention, node=outputs, kernel=reason)
 
 
-def elsewhere(
-    attention: Attention, reason: str, changes: dict[Node, bool], efficient: Runs = runs_efficiently
-) -> Attention | None:
-    """The attention on PyTorch's memory-efficient kernel or, where that cannot be called, by products of matrices if
-    that is how the model spells it out; None where neither can be.
-
-    reason: how the plan names the choice. changes: see ``may_change``. efficient: can the kernel run a call?
-    """
-    node = attention.node
-    if _may_run_efficiently(node, changes) and efficient(node):
-        return call_efficiently(attention, reason)
-    if RECOGNISED not in node.meta:
-        return None
-    return replace(attention, node=_as_products(node), kernel=reason)
-
-
 def reads_result_as_it_was(node: Node, changes: dict[Node, bool]) -> bool:
     """Would gradients of a fused kernel miss what is written into the result after it? changes: see ``may_change``."""
     return torch.is_grad_enabled() and may_change(node, changes)
 
 
-def _may_run_efficiently(node: Node, changes: dict[Node, bool]) -> bool:
+def may_run_efficiently(node: Node, changes: dict[Node, bool]) -> bool:
     """Is a direct call of the memory-efficient kernel the same as SDPA's, and does nothing change its result?"""
     if value_of(node).dtype not in HALVES or not may_be_called(node):
         return False
     return not reads_result_as_it_was(node, changes)
 
 
-def _as_products(node: Node) -> Node:
-    """Put what SDPA computes without a fused kernel in the place of the call; returns its outputs."""
+def as_products(attention: Attention, reason: str) -> Attention:
+    """The attention with what SDPA computes without a fused kernel in the place of its call. ``reason``: how the plan
+    names the choice."""
+    node = attention.node
     write = Writer(node)
     operands: list[Any] = [
         None if each is None else cast_for_attention(write, each, value_of(node).dtype) for each in operands_of(node)
@@ -111,4 +93,4 @@ def _as_products(node: Node) -> Node:
         enable_gqa=argument(node, 7, "enable_gqa", False),
     )
     write.put_in_place(write.call(operator.getitem, outputs, 0))
-    return outputs
+    return replace(attention, node=outputs, kernel=reason)

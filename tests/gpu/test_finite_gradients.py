@@ -99,6 +99,18 @@ def test_with_a_bias(attend: Attend) -> None:
     assert check(attend, heads(192, 192, 64, torch.bfloat16, score=-150.0), mask) == ["finite"]
 
 
+@pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
+def test_with_a_bias_of_any_length(attend: Attend) -> None:
+    fast = compiled(attend, dynamic=True)
+    for length in (320, 192, 200, 256):
+        mask = torch.randn(1, HEADS, length, length, device="cuda", dtype=torch.bfloat16)
+        operands = heads(length, length, 64, torch.bfloat16, score=-150.0)
+        wide = [x.detach().float().requires_grad_() for x in operands]
+        grad = torch.randn(BATCH, HEADS, length, 64, device="cuda")
+        pairs = zip(step(fast, operands, mask, grad), step(spelled_out, wide, mask.float(), grad), strict=True)
+        assert all(relative_error(one, other) < 3e-2 for one, other in pairs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
 @pytest.mark.parametrize("length", [192, 704])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
+from te_compile import backend
 from te_compile.inspect.attentions import AttentionRow
 from te_compile.ops.window_attention import WINDOW_ATTENTION
 from te_compile.options import Options
@@ -26,7 +27,7 @@ from te_compile.passes.plan import Plan
 from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
-from tests.compiling import relative_error
+from tests.compiling import compiled, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "an_order_of_kernels_that_nobody_has_changed")
 
@@ -108,10 +109,68 @@ def test_with_a_bias_it_is_the_memory_efficient_one(run: Run) -> None:
     assert count == 1 and EFFICIENT_ATTENTION in targets(gm)
 
 
-def test_with_a_bias_what_is_spelled_out_may_be_products() -> None:
-    inputs = [*operands(), bias()]
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "a bias": bias,
+    "one of booleans": lambda: torch.rand(BATCH, HEADS, 64, 64) > 0.5,
+    "one for all keys": lambda: torch.randn(BATCH, 1, 64, 1, dtype=torch.bfloat16),
+    "of two dimensions": lambda: torch.randn(64, 64, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_where_that_cannot_be_called_tiles_are_filled_up(kind: str) -> None:
+    inputs = [*operands(), MASKS[kind]()]
+    gm, examples = captured(by_sdpa, *inputs)
+    count, plan = change(gm, kernels(core=True, flash=True))
+    assert count == 1 and [each.kernel for each in plan.attentions] == ["finite"]
+    (call,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.args[1].meta["example_value"].shape[2] == 128
+    wide = [x if x.dtype == torch.bool else x.detach().double().requires_grad_() for x in inputs]
+    results = gm(*examples)[0], by_sdpa(*wide)
+    assert relative_error(*results) < 1e-2
+    grad = torch.randn_like(results[0])
+    got, wanted = (
+        torch.autograd.grad(y, x[:3], grad.to(y.dtype)) for y, x in zip(results, (inputs, wide), strict=True)
+    )
+    assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("run", [by_sdpa, spelled_out])
+def test_so_are_those_of_any_length(run: Run) -> None:
+    def call(x: Tensor, mask: Tensor) -> Tensor:
+        return run(x, x, x, mask)
+
+    inputs = [heads(40, shared=HEADS), bias(40, 40)]
+    torch._dynamo.mark_dynamic(inputs[0], 2)
+    for dim in (2, 3):
+        torch._dynamo.mark_dynamic(inputs[1], dim)
+    gm, _ = captured(call, *inputs)
+    assert change(gm, kernels(core=True, flash=True))[0] == 1
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    for length in (40, 64, 128, 200):
+        x, mask = heads(length), bias(length, length)
+        given = {name: length if name.startswith("s") else mask if "mask" in name else x for name in names}
+        assert relative_error(gm(*given.values())[0], call(x.double(), mask.double())) < 1e-2
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_tiles_are_filled_up_whatever_length_comes(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "finite_gradients", partial(finite_gradients, kernels=kernels()))
+    fast = compiled(spelled_out, dynamic=True, compiler=compiler)
+    for length in (40, 64, 192):
+        inputs = [*operands(length, length), bias(length, length)]
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        results = fast(*inputs), spelled_out(*wide)
+        grad, both = torch.randn_like(results[0]), zip(results, (inputs, wide), strict=True)
+        got, wanted = (torch.autograd.grad(y, given[:3], grad.to(y.dtype)) for y, given in both)
+        assert relative_error(*results) < 1e-2
+        assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
+
+
+def test_a_single_query_under_a_mask_is_products() -> None:
+    inputs = [*operands(1, 128), bias(1, 128)]
     gm, examples = captured(spelled_out, *inputs)
-    assert change(gm, kernels(core=True, flash=True))[0] == 1 and PRODUCTS in targets(gm)
+    assert change(gm, kernels())[0] == 1 and PRODUCTS in targets(gm)
     assert relative_error(gm(*examples)[0], spelled_out(*(x.double() for x in inputs))) < 1e-2
 
 
@@ -158,7 +217,7 @@ LEFT: dict[str, tuple[Run, list[Tensor], Kernels]] = {
     "another rest": (by_sdpa, operands(72, 72), kernels(core=True)),
     "causal": (partial(by_sdpa, is_causal=True), operands(), kernels(core=True)),
     "another kernel's": (by_sdpa, operands(), kernels(cudnn=False, core=True, flash=True, efficient=True)),
-    "SDPA's, which no other kernel runs": (by_sdpa, [*operands(), bias()], kernels(core=True, flash=True)),
+    "SDPA's, which no other kernel runs": (by_sdpa, operands(), kernels()),
 }
 
 
