@@ -49,6 +49,7 @@ from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.save_between_regions import save_between_regions
 from te_compile.passes.set_names_aside import set_names_aside
+from te_compile.passes.settle_sums import settle_sums
 from te_compile.passes.share_across_regions import share_across_regions
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.sum_columns_late import sum_columns_late
@@ -111,7 +112,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
 TO_SAVE_MEMORY: tuple[GraphPass, ...] = (remake_transposed, transpose_late, delay_weight_gradients)
 """Those of them that run with ``save_memory=True`` alone."""
 
-DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once, keep_read_logits)
+DIRECTION_PASSES: tuple[GraphPass, ...] = (read_scales_in_place, compute_once, settle_sums, keep_read_logits)
 """On the graph of each direction, once the partitioner has said what a backward gets; by Inductor alone, but for the
 last one, without which a backward pass might be wrong."""
 
