@@ -113,6 +113,14 @@ def test_a_device_that_is_no_gpu_and_no_cpu_is_left_alone_with_the_reason() -> N
     assert y.is_meta and y.shape == (5, 48)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_whole_block_is_called_for_its_shapes_on_a_device_without_arithmetic(grad: bool) -> None:
+    model = nn.Sequential(nn.LayerNorm(32), Linear(), nn.GELU(), nn.RMSNorm(48)).to("meta")
+    with torch.set_grad_enabled(grad):
+        y = compiled(model)(torch.randn(5, 32, device="meta"))
+    assert y.is_meta and y.shape == (5, 48) and y.requires_grad == grad
+
+
 @pytest.mark.parametrize("what", ["weight", "input", "what the weight is made from"])
 def test_a_tensor_that_holds_others_stays_in_high_precision_with_its_class(what: str) -> None:
     class Turned(Linear):

@@ -22,6 +22,7 @@ from te_compile.ops.attention_shapes import side_by_side
 from te_compile.ops.library import define_composite
 from te_compile.ops.registry import Target
 from te_compile.ops.window_attention import beside_sinks, gradient_of_sinks
+from te_compile.ops.without_autocast import without_autocast
 
 _HALVES = (torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)  # the first compute capability on which it takes both of these
@@ -94,7 +95,7 @@ def _in_blocks(total: Tensor) -> Tensor:
 def _product(query: Tensor, key: Tensor, wide: bool) -> Tensor:
     if not wide:
         return query @ key.mT
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         return query.float() @ key.float().mT
 
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from te_compile.ops import registry
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
+from te_compile.ops.without_autocast import without_autocast
 from te_compile.passes.arguments import arguments_of, is_te, result, values_of
 from te_compile.passes.choose_implementations import best_implementation
 
@@ -54,7 +55,7 @@ def _trace(name: str, tensors: dict[str, Tensor], others: dict[str, Any]) -> Gra
 
     given = list(tensors.values())
     # Compilation may happen under the user's autocast; fp32 statistics are ours to keep.
-    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+    with torch.no_grad(), without_autocast(given[0].device.type):
         return make_fx(reference, decomposition_table=select_decomp_table())(*given)
 
 
