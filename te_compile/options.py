@@ -42,7 +42,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, cast, get_origin
 
@@ -95,7 +95,7 @@ class Options:
 
     def __post_init__(self) -> None:
         own = {name: getattr(self, name) for name in _CHECKS}
-        for name, value in _checked(own).items():
+        for name, value in (_defaults() | _checked(own)).items():
             object.__setattr__(self, name, value)
         if self.save_memory:
             object.__setattr__(self, "cache_weights", False)
@@ -146,6 +146,12 @@ class Options:
         """All options in one line, for cache keys: equal exactly for options that compile alike."""
         values = [f"{each.name}={_key_of(getattr(self, each.name))}" for each in fields(self)]
         return "; ".join(values)
+
+
+def _defaults() -> dict[str, Any]:
+    """What each option is where it is not given, or given as None."""
+    own = [each for each in fields(Options) if each.name in _CHECKS]
+    return {each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in own}
 
 
 def _modules_around(name: str) -> list[str]:
@@ -366,7 +372,7 @@ def _as_mode(name: str, value: Any) -> str | None:
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
-        return value
+        return allowed[allowed.index(value)]  # not a subclass of str, whose text may be another
     raise OptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
 
 

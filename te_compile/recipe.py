@@ -22,6 +22,7 @@ import ast
 import difflib
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from enum import Enum
@@ -36,6 +37,8 @@ FP32_MAX = torch.finfo(torch.float32).max
 FP32_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 # Three more, and the largest value of a tensor is 0 in E4M3; as far the other way most of it saturates.
 _MOST_MARGIN = 16
+# Four bytes a step for each of three tensors of each linear: 12 MiB a linear. Beyond that memory ends, without a word.
+_LONGEST_HISTORY = 1 << 20
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 with the bits of 0xFF800000: what is left of an fp32 without its mantissa
 
 
@@ -150,7 +153,7 @@ class DelayedScaling(Recipe):
 
     margin: the scale is 2^margin smaller than what would just fit; from -16 to 16.
     fp8_format: ``Format.HYBRID`` (gradients in E5M2) or ``Format.E4M3``; its name does too.
-    amax_history_len: how many steps the window holds, the newest included.
+    amax_history_len: how many steps the window holds, the newest included; a million at most.
     amax_compute_algo: "max" of the window, "most_recent", or a function of the history [L, n] of n tensors, newest
         first, that returns an amax for each [n].
     scaling_factor_compute_algo: None for the formula of this module, or a function (amax [n], scale [n], fp8_max,
@@ -175,10 +178,12 @@ class DelayedScaling(Recipe):
     stateful: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_integer("margin", self.margin, -_MOST_MARGIN, _MOST_MARGIN)
+        object.__setattr__(self, "margin", _as_integer("margin", self.margin, -_MOST_MARGIN, _MOST_MARGIN))
         object.__setattr__(self, "fp8_format", _as_format(self.fp8_format))
-        _require_integer("amax_history_len", self.amax_history_len, 1)
-        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+        length = _as_integer("amax_history_len", self.amax_history_len, 1, _LONGEST_HISTORY)
+        object.__setattr__(self, "amax_history_len", length)
+        named = isinstance(self.amax_compute_algo, str) and self.amax_compute_algo in ("max", "most_recent")
+        if not named and not callable(self.amax_compute_algo):
             raise RecipeError(
                 f"amax_compute_algo={self.amax_compute_algo!r}: choose 'max', 'most_recent' or pass a function "
                 "of the history [L, n] that returns an amax [n]"
@@ -259,7 +264,7 @@ class Float8CurrentScaling(Recipe):
         object.__setattr__(self, "fp8_format", _as_format(self.fp8_format))
         _require_bool("use_power_2_scales", self.use_power_2_scales)
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= FP32_MAX:
+        if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real) or not 0 <= epsilon <= FP32_MAX:
             raise RecipeError(f"amax_epsilon={epsilon!r}: must be a finite number, at least 0 and not beyond fp32")
         object.__setattr__(self, "amax_epsilon", float(epsilon))
         _require_attention_fields(self.fp8_dpa, self.fp8_mha)
@@ -398,11 +403,12 @@ def _as_format(value: object) -> Format:
     raise RecipeError(f"fp8_format={value!r}: choose one of {allowed}")
 
 
-def _require_integer(field: str, value: Any, smallest: int, largest: int | None = None) -> None:
-    allowed = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not smallest <= value <= (value if largest is None else largest):
-        raise RecipeError(f"{field}={value!r}: must be an integer {allowed}")
+def _as_integer(field: str, value: Any, smallest: int, largest: int) -> int:
+    """An integer of Python's, for one of any kind, NumPy's among them."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not smallest <= value <= largest:
+        raise RecipeError(f"{field}={value!r}: must be an integer from {smallest} to {largest}")
+    return int(value)
 
 
 def _require_arguments(field: str, function: object, names: str) -> None:

@@ -122,6 +122,10 @@ def test_a_direct_construction_is_checked_too() -> None:
         Options(strict=2)
 
 
+def test_none_is_not_given_in_a_direct_construction_too() -> None:
+    assert Options(**dict.fromkeys(("recipe", "exclude", "lm_head", "compiler", "skip_passes", "mode"))) == Options()
+
+
 # --- mode and Inductor's options --------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,8 +243,10 @@ def no_arguments() -> int:
         (DelayedScaling, "margin", 17, "from -16 to 16"),
         (DelayedScaling, "margin", -17, "from -16 to 16"),
         (DelayedScaling, "fp8_format", "E5M2", "Format.E4M3, Format.HYBRID"),
-        (DelayedScaling, "amax_history_len", 0, "at least 1"),
-        (DelayedScaling, "amax_history_len", "16", "at least 1"),
+        (DelayedScaling, "amax_history_len", 0, "from 1 to 1048576"),
+        (DelayedScaling, "amax_history_len", "16", "an integer"),
+        (DelayedScaling, "amax_history_len", 10**12, "from 1 to 1048576"),
+        (DelayedScaling, "amax_compute_algo", np.array(["max", "most_recent"]), "'max', 'most_recent'"),
         (DelayedScaling, "amax_compute_algo", "maximum", "'max', 'most_recent'"),
         (DelayedScaling, "amax_compute_algo", None, "'max', 'most_recent'"),
         (DelayedScaling, "amax_compute_algo", no_arguments, "must take (history)"),
@@ -268,6 +271,12 @@ def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(
     with pytest.raises(RecipeError) as error:
         kind(**{field: value})
     assert f"{field}={value!r}" in str(error.value) and allowed in str(error.value)
+
+
+def test_numbers_of_numpys_are_numbers() -> None:
+    recipe = DelayedScaling(margin=np.int8(1), amax_history_len=np.int64(16))
+    assert recipe.key() == DelayedScaling(margin=1, amax_history_len=16).key()
+    assert Float8CurrentScaling(amax_epsilon=np.float32(0.5)).key() == Float8CurrentScaling(amax_epsilon=0.5).key()
 
 
 def test_defaults_are_transformer_engines() -> None:
