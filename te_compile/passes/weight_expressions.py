@@ -104,6 +104,8 @@ class Weight:
 _NO_PARAMETER = (
     "its weight is not a parameter of the model, which FP8 scales belong to; make it an nn.Parameter for FP8"
 )
+_OF_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+_UNQUANTISED = "load the model unquantised, in bfloat16 say, for FP8"
 _FROM_THE_CALL = (
     "its weight is computed in the graph from inputs of the call; nothing to do: FP8 is for lasting weights"
 )
@@ -237,14 +239,13 @@ class Weights:
         self._require_unwritten((*leaves, *nodes))
         owned = [leaf for leaf in leaves if leaf in self.parameters]
         if not owned:
-            raise NotAWeightError(_NO_PARAMETER)
+            raise NotAWeightError(_no_parameter(leaves))
         for leaf in owned:
             if nodes and wrapped_kind(leaf):
                 kind = wrapped_kind(leaf)
                 raise NotAWeightError(f"its weight is made from a {kind}; {in_plain_tensors(kind)}")
             if nodes and value_of(leaf).dtype not in DTYPES:
-                what = f"its weight is made from a parameter of {value_of(leaf).dtype}"
-                raise NotAWeightError(f"{what}; load the model unquantised, in bfloat16 say, for FP8")
+                raise NotAWeightError(f"its weight is made from a parameter of {value_of(leaf).dtype}; {_UNQUANTISED}")
         return Matrix(node, max(owned, key=lambda leaf: value_of(leaf).numel()), tuple(nodes.items()))
 
     def owner(self, node: Any, region: Region) -> Node | None:
@@ -353,6 +354,15 @@ class Weights:
             raise NotInFrontError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
+
+
+def _no_parameter(leaves: Iterable[Node]) -> str:
+    """Why a weight that is made of ``leaves``, none of which is a parameter, has no FP8 form."""
+    values = [value_of(leaf) for leaf in leaves]
+    largest = max((each for each in values if isinstance(each, Tensor)), key=Tensor.numel, default=None)
+    if largest is None or largest.dtype not in _OF_CODES:
+        return _NO_PARAMETER
+    return f"its weight is made from codes of {largest.dtype}; {_UNQUANTISED}"
 
 
 def draws(node: Node) -> bool:

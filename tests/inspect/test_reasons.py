@@ -102,6 +102,14 @@ def by_a_bilinear(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, F.bilinear(m.weight, m.weight, m.weight[:WIDTH, None] * m.weight[:WIDTH]))
 
 
+def codes() -> nn.Buffer:
+    return nn.Buffer(torch.randint(-128, 128, (2 * WIDTH, WIDTH), dtype=torch.int8))
+
+
+def by_codes(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.codes.to(x.dtype) * m.matrix[:, :1])
+
+
 def routed(m: Any, x: Tensor) -> Tensor:
     return m.fc(x).softmax(-1).topk(2).values
 
@@ -116,6 +124,7 @@ LINEARS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = 
     "wrapped": ("TwoTensor", lambda: (With(lambda m, x: m.fc(x)), TwoTensor(rows(), rows())), {}),
     "handed in": ("not a parameter", lambda: (With(lambda m, x, w: F.linear(x, w)), rows(), rows().repeat(2, 1)), {}),
     "buffer": ("not a parameter", lambda: (With(lambda m, x: F.linear(x, m.matrix)), rows()), {}),
+    "codes": ("codes of torch.int8", lambda: (With(by_codes, codes=codes()), rows()), {}),
     "from the call": ("the call", lambda: (With(lambda m, x: F.linear(x, m.weight * x.mean())), rows()), {}),
     "product": ("another product", lambda: (With(by_a_bilinear), rows()), {}),
     "makes a weight": ("a weight", lambda: (With(lambda m, x: F.linear(x, m.weight @ m.fc.weight)), rows()), {}),
