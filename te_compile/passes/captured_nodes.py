@@ -68,8 +68,9 @@ def size_hint(size: Any) -> int:
 
 
 def rows_of(x: Tensor) -> int:
-    """The number of vectors along the last dimension, as a hint."""
-    return math.prod(map(size_hint, x.shape[:-1]))
+    """The number of vectors along the last dimension, as a hint; of a jagged tensor those of all its rows together."""
+    shape = x._values.shape if x.is_nested and x.layout is torch.jagged else x.shape  # type: ignore[attr-defined]
+    return math.prod(map(size_hint, shape[:-1]))
 
 
 def called(node: Node) -> str:
