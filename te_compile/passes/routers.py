@@ -1,9 +1,10 @@
 """Keep routers and codebooks in high precision: linears whose largest or smallest results decide what is computed next.
 
 They are known by that pick alone, behind whatever scores become on the way: chances, groups, noise. Where a router has
-several layers, those before its last are kept with it. A detector picks its queries in the same way, from the places
-whose likeliest class is the likeliest of all, and a map of scores is reduced to its peaks, which equal the largest
-around them.
+several layers, those before its last are kept with it. An indexer, which scores keys by queries and weights of its own
+to say which of them attention reads, is known by its results, of which nothing but a pick is left. A detector picks its
+queries in the same way, from the places whose likeliest class is the likeliest of all, and a map of scores is reduced
+to its peaks, which equal the largest around them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import permutations
 
 import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from te_compile.options import Options
 from te_compile.passes.captured_nodes import argument, name_called, value_of
 from te_compile.passes.embedding_tables import is_measured, is_read_by_ones, is_table
 from te_compile.passes.plan import Cause, Site, Verdict
 from te_compile.passes.result_readers import ARITHMETIC, SAME_VALUES, all_reached, plain_name, reached
+from te_compile.passes.written_tensors import written_by
 
 _ROUTING = {
     "topk", "sigmoid", "softmax", "log_softmax", "one_hot", "scatter", "sort", "argmax", "logsigmoid", "log_sigmoid",
@@ -32,6 +37,7 @@ _SAYS_CODEBOOK = (is_table, is_read_by_ones, is_measured)
 _PICKS = {"topk", "kthvalue", "argmax", "argmin", "argsort", "multinomial"}
 _KNOWN = SAME_VALUES | ARITHMETIC | _ROUTING
 _PICKS_WITH_VALUES = {"max", "min", "sort"}  # if somebody reads the places, and not only the values
+_WIDEST = 1024  # features of what is kept for a pick: there FP8 would gain little
 
 
 def by_router(site: Site, options: Options) -> Verdict:
@@ -63,6 +69,34 @@ def by_router_behind(site: Site, routers: Mapping[str, Collection[Node]], linear
     return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
 
 
+def by_pick_alone(site: Site, options: Options, linears: Collection[Node] = ()) -> Verdict:
+    """Nothing but places of the largest is left of its result, whatever it is multiplied by on the way, as of what an
+    indexer makes to find the keys that attention reads. ``linears``: the nodes of all linears, which end the way."""
+    if site.features[1] > _WIDEST or not _is_left_to_a_pick(site.node, linears):
+        return None
+    why = "nothing but what is picked by it is left of its result, and FP8 rounding would change the pick"
+    return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+
+
+def _is_left_to_a_pick(node: Node, linears: Collection[Node], limit: int = 128) -> bool:
+    """Does a pick read ``node``, and does each way of its numbers on end in places, signs or sizes?"""
+    known, found = {node}, False
+    for reader in reached(node, _has_numbers, limit):
+        known.add(reader)
+        if reader.op == "output" or reader in linears or isinstance(reader.target, HigherOrderOperator):
+            return False
+        if len(known) >= limit or not known.issuperset(written_by(reader)):
+            return False
+        found |= _gives_places(reader)
+    return found
+
+
+def _has_numbers(node: Node) -> bool:
+    """Are floating-point numbers among what ``node`` gives?"""
+    values = pytree.tree_leaves(value_of(node))
+    return any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
+
+
 def module_around(site: Site) -> str:
     """The name of the module that holds ``site``, "" for none."""
     return site.name.rpartition(".")[0]
@@ -79,7 +113,7 @@ def is_picked_from(site: Site) -> bool:
 
 def _decides(site: Site, known: Collection[str], is_pick: Callable[[Node], bool]) -> bool:
     """Does a pick read what ``site`` gives, behind nothing that is not ``known``?"""
-    return site.features[1] <= 1024 and any(map(is_pick, reached(site.node, lambda node: plain_name(node) in known)))
+    return site.features[1] <= _WIDEST and any(map(is_pick, reached(site.node, lambda node: plain_name(node) in known)))
 
 
 def picks(node: Node) -> bool:

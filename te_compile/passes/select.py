@@ -23,7 +23,7 @@ from te_compile.passes.fp8_support import RULES_OF_SUPPORT, by_size
 from te_compile.passes.linear_cost import by_cost
 from te_compile.passes.lm_heads import by_head, by_heads_beside
 from te_compile.passes.plan import Cause, Plan, Site, Verdict
-from te_compile.passes.routers import by_router, by_router_behind, module_around
+from te_compile.passes.routers import by_pick_alone, by_router, by_router_behind, module_around
 from te_compile.passes.step_cost import too_dear_to_launch
 from te_compile.passes.written_tensors import writes
 
@@ -45,10 +45,10 @@ def by_readers(site: Site, options: Options, unread: Collection[Node] = ()) -> V
 
 Rule: TypeAlias = Callable[..., Verdict]
 
-RULES: tuple[Rule, ...] = (by_user, by_readers, by_lookup, by_head, by_router, *RULES_OF_SUPPORT)
+RULES: tuple[Rule, ...] = (by_user, by_readers, by_lookup, by_head, by_router, by_pick_alone, *RULES_OF_SUPPORT)
 """Asked in this order, before what each would gain: what the user said first, support before speed."""
 
-_WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_size)
+_WHATEVER_THE_SUPPORT = (by_user, by_readers, by_lookup, by_head, by_router, by_pick_alone, by_size)
 """Rules that would keep a linear in high precision even if te_fp8 supported it."""
 
 
@@ -64,7 +64,7 @@ def select_linears(plan: Plan, options: Options) -> int:
     tables, linears = embedding_tables(plan), {site.node for site in plan.sites}
     unread = {node for graph in {node.graph for node in linears} for node in unread_values(graph)}
     known: dict[Rule, tuple[Collection[Node | None], ...]] = {
-        by_readers: (unread,), by_lookup: (tables,), by_head: (tables, linears),
+        by_readers: (unread,), by_lookup: (tables,), by_head: (tables, linears), by_pick_alone: (linears,),
     }  # fmt: skip
     heads: list[Site] = []
     routers = defaultdict[str, set[Node]](set)

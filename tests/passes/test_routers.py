@@ -286,3 +286,45 @@ def test_a_codebook_whose_entries_are_not_read_is_one_by_its_distances(squares: 
 def test_a_linear_of_one_hot_codes_that_are_given_is_a_linear() -> None:
     fc = nn.Linear(64, 32)
     assert verdict(lambda x: fc(F.one_hot(x, 64).float()), torch.randint(0, 64, (10,))).status == "fp8"
+
+
+class Indexer(nn.Module):
+    """Attention to the keys that an indexer of queries, keys and weights for each of its heads finds the best; ``more``
+    is made of the indexer's keys."""
+
+    def __init__(self, width: int = 32, more: Callable[[Tensor], Tensor | int] = lambda keys: 0) -> None:
+        super().__init__()
+        self.find_q, self.find_k, self.weigh = nn.Linear(32, 16 * width), nn.Linear(32, width), nn.Linear(32, 16)
+        self.norm, self.q, self.k, self.v = nn.LayerNorm(width), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.out, self.more = nn.Linear(32, 32), more
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys = self.norm(self.find_k(x)).unsqueeze(1)
+            keys = keys * 0.6 + torch.cat([-keys[..., 8:], keys[..., :8]], -1) * 0.8
+            scores = (self.find_q(x).unflatten(-1, (16, -1)).transpose(1, 2) @ keys.transpose(-1, -2)).relu()
+            best = (self.weigh(x).unsqueeze(-2) @ scores.transpose(1, 2)).squeeze(-2).topk(4).indices
+            mask = torch.full((x.shape[0], x.shape[1], x.shape[1]), float("-inf")).scatter(-1, best, 0.0)
+        seen = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), attn_mask=mask)
+        return self.out(seen) + self.more(keys)
+
+
+def _kept(model: nn.Module, *inputs: Tensor) -> set[str]:
+    return {name for name, status in _statuses(model, *inputs).items() if status == "kept"}
+
+
+def test_what_an_indexer_finds_keys_by_keeps_its_precision() -> None:
+    sites = {site.name: site for site in planned(Indexer(), torch.randn(2, 8, 32)).sites}
+    kept = {name for name, site in sites.items() if site.status == "kept"}
+    assert kept == {"find_q", "find_k", "weigh"}
+    assert all(sites[name].cause is Cause.RULE and "what is picked by it" in sites[name].reason for name in kept)
+
+
+def test_an_indexers_wide_queries_are_worth_fp8() -> None:
+    assert _kept(Indexer(width=80), torch.randn(2, 8, 32)) == {"find_k", "weigh"}
+
+
+def test_an_indexers_keys_that_are_returned_too_are_not_for_its_pick_alone() -> None:
+    x = torch.randn(2, 8, 32)
+    assert _kept(Indexer(more=lambda keys: keys.mean(1)), x) == {"find_q", "weigh"}
+    assert _kept(Indexer(more=lambda keys: keys.shape[-1] + (keys > 0).sum()), x) == {"find_q", "find_k", "weigh"}
