@@ -16,29 +16,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_compile.passes import manager
-from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, cosine
-from tests.needs import HAS_HOPPER_CORE
+from tests.kernel_order import CUDNN_FIRST, FLASH_FIRST, order_of_kernels
+from tests.needs import FAST_CUDNN, HAS_HOPPER_CORE
 
-HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device on which cuDNN's attention is the fastest"),
-    pytest.mark.usefixtures("fresh_dynamo"),
-]
-
-UNTOUCHED = [1, 2, 0, 3, 4]
+pytestmark = [*FAST_CUDNN, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.fixture(autouse=True)
 def flash_comes_first() -> Iterator[None]:
     """As where PyTorch finds an older cuDNN."""
-    q = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
-    torch._fused_sdp_choice(q, q, q)  # PyTorch sets its order at the first look
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(UNTOUCHED)
-    yield
-    torch._C._set_sdp_priority_order(before)
+    with order_of_kernels(FLASH_FIRST):
+        yield
 
 
 class Attention(nn.Module):
@@ -93,7 +82,7 @@ class SpelledOut(Attention):
 OURS = "attention::backward_kernel" if HAS_HOPPER_CORE else "_keys_kernel"  # of heads as wide as these
 
 
-@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize("order", [FLASH_FIRST, CUDNN_FIRST], ids=["flash first", "cuDNN first"])
 @pytest.mark.parametrize(
     ("options", "kernel", "other"),
     [({}, OURS, "flash"), ({"fallback_random": True}, "flash", OURS)],
@@ -128,7 +117,7 @@ class Biased(Attention):
         return self.out((F.dropout(torch.softmax(scores, dim=-1), 0.1) @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize("order", [FLASH_FIRST, CUDNN_FIRST], ids=["flash first", "cuDNN first"])
 def test_nor_does_one_under_a_bias(order: list[int]) -> None:
     torch._C._set_sdp_priority_order(order)
     model = Biased(512, 4).to("cuda", torch.bfloat16)
@@ -154,7 +143,7 @@ class WithRoom(Attention):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize("order", [FLASH_FIRST, CUDNN_FIRST], ids=["flash first", "cuDNN first"])
 @pytest.mark.parametrize(("queries", "room"), [(128, 256), (100, 211), (2, 4000)])
 def test_a_folded_mask_counts_from_the_first_key_where_there_are_more(
     queries: int, room: int, order: list[int]
@@ -198,7 +187,7 @@ def rows_of(length: int) -> Tensor:
     return rows[:, None, :, None].expand(2, 1, length, length)
 
 
-@pytest.mark.parametrize("order", [UNTOUCHED, [3, 1, 2, 0, 4]], ids=["flash first", "cuDNN first"])
+@pytest.mark.parametrize("order", [FLASH_FIRST, CUDNN_FIRST], ids=["flash first", "cuDNN first"])
 @pytest.mark.parametrize("heads", [4, 7])
 @pytest.mark.parametrize("form", ["one head of keys", "a mask of rows"])
 def test_what_pytorch_would_store_all_scores_for_runs_fused(form: str, heads: int, order: list[int]) -> None:

@@ -12,30 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_compile.passes import manager
-from te_compile.passes.attention_kernels import is_faster_on
 from tests.compiling import compiled, relative_error
+from tests.kernel_order import CUDNN_FIRST, order_of_kernels
+from tests.needs import FAST_CUDNN
 
-HAS_CUDNN = torch.cuda.is_available() and is_faster_on(torch.device("cuda"))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device on which cuDNN's attention is the fastest"),
-    pytest.mark.usefixtures("fresh_dynamo"),
-]
+pytestmark = [*FAST_CUDNN, pytest.mark.usefixtures("fresh_dynamo")]
 
 BATCH, HEADS = 2, 3
-CUDNN_FIRST = [3, 1, 2, 0, 4]
 Attend = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
 def cudnn_comes_first() -> Iterator[None]:
     """As where PyTorch finds a newer one."""
-    q = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
-    torch._fused_sdp_choice(q, q, q)  # PyTorch sets its order at the first look
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(CUDNN_FIRST)
-    yield
-    torch._C._set_sdp_priority_order(before)
+    with order_of_kernels(CUDNN_FIRST):
+        yield
 
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from tests.compiling import BACKEND, cosine, gradients
+from tests.scale_tables import Modulated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,20 +15,6 @@ pytestmark = [
 ]
 
 ROWS, WIDTH = 8192, 1024  # enough of both that Inductor has one kernel for both
-
-
-class Modulated(nn.Module):
-    """A block whose norms take scales and shifts from one table, as diffusion transformers have it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 4, width))
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift, scale, later_shift, later_scale = self.table.chunk(4, dim=1)
-        x = x + self.first(F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift)
-        return x + self.second(F.layer_norm(x, x.shape[-1:]) * (1 + later_scale) + later_shift)
 
 
 @pytest.mark.parametrize("exclude", [[], ["*"]], ids=["in FP8", "in high precision"])

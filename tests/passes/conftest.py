@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from te_compile.passes import attention_kernels
+from tests.kernel_order import CUDNN_FIRST, order_of_kernels
 
 
 @pytest.fixture
 def an_order_of_kernels_that_nobody_has_changed() -> Iterator[None]:
     """That of a process with a newer cuDNN."""
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(attention_kernels._CUDNN_FIRST)
-    yield
-    torch._C._set_sdp_priority_order(before)
+    with order_of_kernels(CUDNN_FIRST):
+        yield

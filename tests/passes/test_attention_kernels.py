@@ -25,6 +25,7 @@ from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of
 from te_compile.passes.text import ops_text
 from tests.capturing import captured
+from tests.kernel_order import order_of_kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -38,10 +39,8 @@ def a_device_with_an_old_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(module, "is_faster_on", lambda device: True)
     monkeypatch.setattr(module, "cudnn_version", lambda: (9, 14, 0))
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(UNTOUCHED)
-    yield
-    torch._C._set_sdp_priority_order(before)
+    with order_of_kernels(UNTOUCHED):
+        yield
 
 
 def heads(length: int = LENGTH, dtype: torch.dtype = torch.bfloat16, count: int = HEADS) -> Tensor:

@@ -19,6 +19,7 @@ from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
+from tests.kernel_order import order_of_kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -184,9 +185,5 @@ def test_heads_that_sdpa_would_share_are_left_alone() -> None:
 
 
 def test_an_order_of_kernels_that_the_user_has_set_stands() -> None:
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])
-    try:
+    with order_of_kernels([0, 1, 2, 3, 4]):
         assert passed(attention, heads(), heads(), heads(), table(learns=True))[0] == 0
-    finally:
-        torch._C._set_sdp_priority_order(before)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor import config, inductor_prims, ir
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_compile.passes.settle_sums import settle_sums
 from tests.compiling import BACKEND, cosine, gradients
+from tests.scale_tables import Modulated
 
 module = sys.modules[settle_sums.__module__]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -75,20 +75,6 @@ def test_nor_is_anything_on_another_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "ON", {"cuda"})
     graph = traced(SETTLED["of a matrix"][0], torch.randn(24, 8), torch.randn(24, 8))
     assert settle_sums(graph.graph) == 0
-
-
-class Modulated(nn.Module):
-    """A block whose norms take scales and shifts from one table."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 4, width))
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift, scale, later_shift, later_scale = self.table.chunk(4, dim=1)
-        x = x + self.first(F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift)
-        return x + self.second(F.layer_norm(x, x.shape[-1:]) * (1 + later_scale) + later_shift)
 
 
 def sums_in_parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

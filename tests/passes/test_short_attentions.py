@@ -22,6 +22,7 @@ from te_compile.passes.recognise_attention import recognise_attention
 from te_compile.passes.regions import regions_of
 from te_compile.passes.short_attentions import short_attentions
 from tests.capturing import captured
+from tests.kernel_order import order_of_kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -200,12 +201,8 @@ def test_what_matters_for_gradients_matters_for_nothing_else() -> None:
 
 def test_other_devices_and_an_order_that_the_user_has_set() -> None:
     assert passed(attention, *three(), runs=False)[0] == 0
-    before = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])
-    try:
+    with order_of_kernels([0, 1, 2, 3, 4]):
         assert passed(attention, *three())[0] == 0
-    finally:
-        torch._C._set_sdp_priority_order(before)
 
 
 def test_a_batch_of_any_size() -> None:
