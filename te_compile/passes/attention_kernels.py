@@ -35,6 +35,7 @@ from te_compile.options import Options
 from te_compile.passes.attention_calls import HEAD_STEP, has_sinks
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import draws_bits, with_bits
+from te_compile.passes.efficient_attention import cast_for_attention
 from te_compile.passes.function_transforms import transforms_around
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.recognise_attention import RECOGNISED
@@ -171,15 +172,25 @@ def _on(kernel: str, node: Node) -> Node:
     """Put a direct call of the kernel in the place of ``node``; returns the call."""
     if kernel == "te":
         return with_bits(node)
+    if kernel == "flash":
+        return put_flash(node)
     write = Writer(node)
     operands = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
-    scale = argument(node, 6, "scale")
-    if kernel == "cudnn":  # without a mask; it saves something for a backward only if there can be one
-        given = (*operands, None, torch.is_grad_enabled(), dropout, causal, False)
-        outputs = write.call(CUDNN_ATTENTION, *given, scale=scale)
-    else:
-        outputs = write.call(FLASH_ATTENTION, *operands, dropout, causal, False, scale=scale)
+    # Without a mask; it saves something for a backward only if there can be one.
+    given = (*operands, None, torch.is_grad_enabled(), dropout, causal, False)
+    outputs = write.call(CUDNN_ATTENTION, *given, scale=argument(node, 6, "scale"))
+    write.put_in_place(write.call(operator.getitem, outputs, 0))
+    return outputs
+
+
+def put_flash(node: Node) -> Node:
+    """Put a direct call of the flash kernel in the place of ``node``, a call of SDPA without a mask; returns it."""
+    write, dtype = Writer(node), value_of(node).dtype
+    operands = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
+    cast = [cast_for_attention(write, each, dtype) for each in operands]  # an autocast may be at work
+    dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
+    outputs = write.call(FLASH_ATTENTION, *cast, dropout, causal, False, scale=argument(node, 6, "scale"))
     write.put_in_place(write.call(operator.getitem, outputs, 0))
     return outputs
 

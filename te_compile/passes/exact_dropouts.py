@@ -15,7 +15,7 @@ from torch.fx import Node
 from te_compile.passes.attention_kernels import is_rounded, ordinary_attentions
 from te_compile.passes.captured_nodes import argument
 from te_compile.passes.efficient_attention import Runs, call_efficiently, runs_efficiently
-from te_compile.passes.leave_cudnn import as_products, is_tensors_alone, may_run_efficiently, runs_on_cudnn
+from te_compile.passes.leave_cudnn import as_products, has_plain_tensors, may_run_efficiently, runs_on_cudnn
 from te_compile.passes.plan import Plan
 from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
@@ -35,7 +35,7 @@ def exact_dropouts(
     for index in ordinary_attentions(regions, plan):
         attention = plan.attentions[index]
         node: Any = attention.node
-        if RECOGNISED not in node.meta or argument(node, 3, "attn_mask") is None or not is_tensors_alone(node):
+        if RECOGNISED not in node.meta or argument(node, 3, "attn_mask") is None or not has_plain_tensors(node):
             continue
         if not is_rounded(node) or not rounds(node):
             continue

@@ -24,17 +24,15 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.ops.registry import Target
-from te_compile.ops.window_attention import EVERYTHING
 from te_compile.options import Options
 from te_compile.passes import window_attentions
-from te_compile.passes.attention_kernels import ordinary_attentions
+from te_compile.passes.attention_kernels import ordinary_attentions, put_flash
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.efficient_attention import Runs, call_efficiently, operands_of, runs_efficiently
 from te_compile.passes.leave_cudnn import (
     as_products,
-    by_flash,
-    is_tensors_alone,
+    has_plain_tensors,
     may_run_efficiently,
     reads_result_as_it_was,
     runs_on_cudnn,
@@ -45,7 +43,7 @@ from te_compile.passes.recognise_attention import RECOGNISED
 from te_compile.passes.regions import Region
 from te_compile.passes.varying_attentions import is_run_by_the_core
 from te_compile.passes.whole_tiles import in_whole_tiles
-from te_compile.passes.window_attentions import may_stand_for, put_window
+from te_compile.passes.window_attentions import may_stand_for, put_window, window_without_mask
 
 _FAULTY_ON = (9, 0)
 _TILE, _UNHIDDEN = 128, 64
@@ -77,7 +75,7 @@ def finite_gradients(regions: list[Region], plan: Plan, options: Options, kernel
     for index in ordinary_attentions(regions, plan):
         attention = plan.attentions[index]
         node: Any = attention.node
-        if not is_tensors_alone(node) or not _may_be_unhidden(node) or not _may_draw_anew(node, options):
+        if not has_plain_tensors(node) or not _may_be_unhidden(node) or not _may_draw_anew(node, options):
             continue
         moved = _moved(attention, changes, kernels) if kernels.cudnn(node) else None
         if moved is not None:
@@ -113,10 +111,10 @@ def _moved(attention: Attention, changes: dict[Node, bool], kernels: Kernels) ->
     node = attention.node
     query, key, value, mask = operands_of(node)
     if mask is None and may_stand_for(node, [query, key, value], changes, kernels.core):
-        right = 0 if argument(node, 5, "is_causal", False) else EVERYTHING
-        return replace(attention, node=put_window(node, [query, key, value], (EVERYTHING, right)), kernel="finite")
+        call = put_window(node, [query, key, value], window_without_mask(node))
+        return replace(attention, node=call, kernel="finite")
     if mask is None and kernels.flash(node) and not reads_result_as_it_was(node, changes):
-        return by_flash(attention, "finite")
+        return replace(attention, node=put_flash(node), kernel="finite")
     if may_run_efficiently(node, changes) and kernels.efficient(node):
         return call_efficiently(attention, "finite")
     if mask is not None and not _is_single(node):

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import inductor_prims
 from torch.fx import Graph, Node
 
 from te_compile.ops.library import NAMESPACE
 from te_compile.passes.captured_nodes import size_hint
-from te_compile.passes.new_nodes import call_like, place_of
+from te_compile.passes.new_nodes import call_like, held
 from te_compile.passes.pointwise_nodes import VIEWS
 from te_compile.passes.sizes import lie_alike
 
@@ -58,14 +57,9 @@ def _in_order_of(result: Tensor, gradient: Node, attention: Node) -> Node:
 
 
 def _held(gradient: Node, attention: Node) -> Node:
-    """``gradient`` as Inductor must lay it out, which copies nothing if its own kernel writes it."""
-    value = gradient.meta["val"]
-    strides: list[Any] = list(value.stride())
-    if not all(isinstance(stride, int) for stride in strides):
-        return gradient
-    held = attention.graph.call_function(inductor_prims.force_stride_order, (gradient, strides))
-    held.meta = {**place_of(attention), "val": value}
-    return held
+    """``gradient`` as Inductor must lay it out; itself where it has no numbers for strides."""
+    strides = gradient.meta["val"].stride()
+    return held(gradient, strides, attention) if all(isinstance(stride, int) for stride in strides) else gradient
 
 
 def _laid_out(gradient: Node, result: Tensor, attention: Node) -> Node:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.nn.attention import SDPBackend
 
-from te_compile.passes.attention_kernels import FLASH_ATTENTION, can_run, is_plain, order_of_kernels
+from te_compile.passes.attention_kernels import can_run, is_plain, order_of_kernels
 from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
 from te_compile.passes.efficient_attention import (
     HALVES,
@@ -41,8 +41,8 @@ def runs_on_cudnn(node: Node) -> bool:
     return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
-def is_tensors_alone(node: Node) -> bool:
-    """Has the call arguments that a direct call of another kernel could have, and no tensor of another kind?"""
+def has_plain_tensors(node: Node) -> bool:
+    """Are arguments such that a direct call of another kernel means the same, and tensors of PyTorch's own kind?"""
     operands = operands_of(node)
     return not any(map(wrapped_kind, operands)) and is_plain(node, masked=operands[3] is not None)
 
@@ -50,18 +50,6 @@ def is_tensors_alone(node: Node) -> bool:
 def runs_on_flash(node: Node) -> bool:
     """Can PyTorch's flash kernel run a call without a mask?"""
     return can_run("flash", node)
-
-
-def by_flash(attention: Attention, reason: str) -> Attention:
-    """The attention, of no mask, with a direct call of the flash kernel in the place of its own. ``reason``: how the
-    plan names the choice (``AttentionRecord.kernel``)."""
-    node = attention.node
-    write, dtype = Writer(node), value_of(node).dtype
-    operands = [cast_for_attention(write, each, dtype) for each in operands_of(node)[:3]]
-    dropout, causal = float(argument(node, 4, "dropout_p", 0.0)), argument(node, 5, "is_causal", False)
-    outputs = write.call(FLASH_ATTENTION, *operands, dropout, causal, False, scale=argument(node, 6, "scale"))
-    write.put_in_place(write.call(operator.getitem, outputs, 0))
-    return replace(attention, node=outputs, kernel=reason)
 
 
 def reads_result_as_it_was(node: Node, changes: dict[Node, bool]) -> bool:

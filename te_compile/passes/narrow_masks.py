@@ -1,9 +1,10 @@
 """Cast a mask of float32 beside heads of 16 bits, which cuDNN's attention would misread.
 
-SDPA takes masks of float32 whatever its operands are: ``nn.Transformer.generate_square_subsequent_mask`` makes one. Up
-to 2.13 PyTorch tells cuDNN that a mask has the operands' dtype: the kernel reads halves of its numbers, and results are
-noise or no numbers at all (pytorch#191612). The other kernels refuse such a mask, or round it as they add it to scores
-of 16 bits. So it is rounded here. An autocast that is at work does the same before SDPA sees the mask.
+SDPA takes masks of float32 whatever its operands are: ``nn.Transformer.generate_square_subsequent_mask`` makes one.
+PyTorch tells cuDNN that a mask has the operands' dtype: the kernel reads halves of its numbers, and results are noise
+or no numbers at all (pytorch#191612). Newer versions tell it the truth, which it may not take (pytorch#191964). The
+other kernels refuse such a mask, or round it as they add it to scores of 16 bits. So it is rounded here, whatever the
+version. An autocast that is at work does the same before SDPA sees the mask.
 """
 
 from __future__ import annotations
@@ -16,28 +17,22 @@ from torch.fx import Node
 from te_compile.passes.attention_kernels import ordinary_attentions
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.efficient_attention import HALVES, Runs, operands_of
-from te_compile.passes.leave_cudnn import is_tensors_alone, runs_on_cudnn
+from te_compile.passes.leave_cudnn import has_plain_tensors, runs_on_cudnn
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.writing import Writer
 
-_MENDED_IN = "2.14"
 
-
-def misreads(node: Node) -> bool:
-    """Would SDPA hand the mask of this call to a cuDNN that reads it as something else?"""
-    return torch.__version__ < _MENDED_IN and runs_on_cudnn(node)
-
-
-def narrow_masks(regions: list[Region], plan: Plan, misread: Runs = misreads) -> int:
+def narrow_masks(regions: list[Region], plan: Plan, misread: Runs = runs_on_cudnn) -> int:
     """Cast masks that would be misread to the dtype of what they are added to; returns for how many attentions.
 
-    Our own kernels, which look into how a mask is written, must have been chosen.
+    Our own kernels, which look into how a mask is written, must have been chosen. misread: would SDPA hand the mask of
+    a call to cuDNN?
     """
     changed = 0
     for index in ordinary_attentions(regions, plan):
         node: Any = plan.attentions[index].node
-        if is_tensors_alone(node) and _is_wider(node) and misread(node):
+        if has_plain_tensors(node) and _is_wider(node) and misread(node):
             mask = argument(node, 3, "attn_mask")
             node.replace_input_with(mask, Writer(node).method("to", mask, value_of(node).dtype))
             changed += 1

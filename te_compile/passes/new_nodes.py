@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._inductor import inductor_prims
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -51,6 +52,14 @@ def call_like(target: Any, arguments: tuple[Any, ...], like: Node, **options: An
     node.meta = place_of(like)
     with _fake_mode_of(arguments):
         node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
+    return node
+
+
+def held(x: Node, strides: Sequence[int], like: Node) -> Node:
+    """``x`` as Inductor must lay it out, which copies nothing if its own kernel writes it. ``strides``: those that it
+    has, in whose order alone Inductor takes an interest; other compilers take them as they are."""
+    node = like.graph.call_function(inductor_prims.force_stride_order, (x, list(strides)))
+    node.meta = {**place_of(like), "val": x.meta["val"]}
     return node
 
 

@@ -3,8 +3,8 @@
 From 2.10 on Inductor computes two reductions of one tensor, along rows and along columns, in one kernel, and adds up
 what its blocks found of the columns behind it. That last sum is given the name of the result, whose memory it was to
 fill: where the result is a part of a ``cat``, which Inductor has its operands write into, nothing is ever written there
-(pytorch#193061, so in 2.14 yet). The gradients of scales and shifts that a model takes from one table by ``chunk``, as
-diffusion transformers do, are such parts, and whatever was in memory is what the table gets.
+(pytorch#193061; 2.14.0 still does it). The gradients of scales and shifts that a model takes from one table by
+``chunk``, as diffusion transformers do, are such parts, and whatever was in memory is what the table gets.
 
 A result whose layout is settled before is copied into its part. It is as long as a row, and the copy takes no time.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._inductor import inductor_prims
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.captured_nodes import size_hint
-from te_compile.passes.new_nodes import place_of
+from te_compile.passes.new_nodes import held
 
 aten = torch.ops.aten
 
@@ -58,6 +57,4 @@ def _settled(x: Node) -> Node:
     value: Tensor = x.meta["val"]
     strides = [size_hint(stride) for stride in value.stride()]  # their order is what counts
     with x.graph.inserting_after(x):
-        held = x.graph.call_function(inductor_prims.force_stride_order, (x, strides))
-    held.meta = {**place_of(x), "val": value}
-    return held
+        return held(x, strides, x)

@@ -22,14 +22,13 @@ from torch.fx import Node
 from te_compile.ops import registry
 from te_compile.ops.native_implementations import CUDA
 from te_compile.ops.registry import Target
-from te_compile.ops.window_attention import EVERYTHING
 from te_compile.options import Options
 from te_compile.passes.attention_kernels import is_plain, ordinary_attentions, takes_flash_first
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.step_cost import waits_for_host
-from te_compile.passes.window_attentions import Runs, may_stand_for, put_window
+from te_compile.passes.window_attentions import Runs, may_stand_for, put_window, window_without_mask
 
 _OPERATORS = ("window_attention_forward", "window_attention_backward")
 
@@ -51,8 +50,7 @@ def varying_attentions(regions: list[Region], plan: Plan, options: Options, runs
         node = plan.attentions[index].node
         operands: list[Node] = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
         if may_stand_for(node, operands, changes, runs):
-            right = 0 if argument(node, 5, "is_causal", False) else EVERYTHING
-            call = put_window(node, operands, (EVERYTHING, right))
+            call = put_window(node, operands, window_without_mask(node))
             plan.attentions[index] = replace(plan.attentions[index], node=call, kernel="core")
             changed += 1
     return changed

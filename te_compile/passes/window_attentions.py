@@ -88,6 +88,11 @@ def _window_of(node: Node) -> Window | None:
     is_call = node.op == "call_function" and has_sinks(node) and argument(node, 3, "attn_mask") is None
     if not is_call:
         return None
+    return window_without_mask(node)
+
+
+def window_without_mask(node: Node) -> Window:
+    """What a query sees in attention without a mask: everything, or nothing later than itself."""
     return (EVERYTHING, 0) if argument(node, 5, "is_causal", False) else (EVERYTHING, EVERYTHING)
 
 

@@ -102,6 +102,17 @@ def test_without_a_mask_the_fastest_other_kernel_runs(case: str) -> None:
         assert relative_error(gm(*examples)[0], spelled_out(*(x.double() for x in inputs))) < 1e-2
 
 
+def test_flash_reads_what_an_autocast_would_cast() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return by_sdpa(q, k, v)
+
+    gm, _ = captured(run, *operands(dtype=torch.float32))
+    assert change(gm, kernels(flash=True))[0] == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=FLASH_ATTENTION)
+    assert {each.meta["example_value"].dtype for each in call.args[:3]} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("run", [by_sdpa, spelled_out])
 def test_with_a_bias_it_is_the_memory_efficient_one(run: Run) -> None:
     gm, _ = captured(run, *operands(), bias())

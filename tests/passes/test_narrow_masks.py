@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.passes import manager
-from te_compile.passes import narrow_masks as module
 from te_compile.passes.find_attentions import find_attentions
-from te_compile.passes.narrow_masks import misreads, narrow_masks
+from te_compile.passes.narrow_masks import narrow_masks
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
@@ -80,15 +79,6 @@ def test_so_does_one_that_an_autocast_casts() -> None:
 def test_so_does_one_that_is_read_as_it_is() -> None:
     gm, _ = captured(attend, heads(), heads(), heads(), bias())
     assert change(gm, misread=False) == 0 and masks_dtype(gm) == torch.float32
-
-
-@pytest.mark.parametrize(("version", "expected"), [("2.11.0+cu130", True), ("2.13.0", True), ("2.14.0", False)])
-def test_newer_versions_read_it_right(version: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gm, _ = captured(attend, heads(), heads(), heads(), bias())
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    monkeypatch.setattr(module, "runs_on_cudnn", lambda _: True)
-    (call,) = gm.graph.find_nodes(op="call_function", target=torch._C._nn.scaled_dot_product_attention)
-    assert misreads(call) == expected
 
 
 def test_on_a_cpu_nothing_changes() -> None:
