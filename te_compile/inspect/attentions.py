@@ -31,7 +31,7 @@ _KERNELS = {
     "efficient": "on the memory-efficient kernel, which alone has a gradient for its bias",
     "short": "on the memory-efficient kernel, the fastest for few positions",
     "exact": "off cuDNN, which would round its dropout to sixteenths",
-    "finite": "off cuDNN, whose gradients would be no numbers where all scores of a query are low",
+    "finite": "past a fault of cuDNN, whose gradients would be no numbers where all scores of a query are low",
     "window": "on kernels that skip what is outside of the window",
     "tiles": "on te_compile's kernels, which skip the tiles that it hides",
     "core": "on te_compile's kernels, which need no plan for each size",

@@ -1,4 +1,4 @@
-"""Keep attention off cuDNN where its gradients would be no numbers.
+"""Keep attention off cuDNN, or in whole tiles on it, where its gradients would be no numbers.
 
 On compute capability 9.0 cuDNN's backward kernel walks over keys 128 at a time, and hides what lies behind the last of
 them only where that begins a block of 64. If 64 keys are left for the last tile, or 64 beside whole ones, it computes
@@ -10,8 +10,8 @@ nobody's past.
 
 In eager mode a model that spells attention out never met that, and one that calls SDPA did. Both are spared it here.
 Without a mask the C++ core's kernels compute such attention in about cuDNN's time, or PyTorch's flash does. With one
-the memory-efficient kernel does. That must be told how many keys there are: where it cannot be, cuDNN has whole tiles
-of them, filled up with keys that the mask hides.
+cuDNN has whole tiles of keys, filled up with some that the mask hides: in half the time of the memory-efficient kernel,
+which no mask but one that learns needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from te_compile.passes import window_attentions
 from te_compile.passes.attention_kernels import ordinary_attentions, put_flash
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.dropout_attentions import wants_eager_draws
-from te_compile.passes.efficient_attention import Runs, call_efficiently, operands_of, runs_efficiently
+from te_compile.passes.efficient_attention import Runs, bias_learns, call_efficiently, operands_of, runs_efficiently
 from te_compile.passes.leave_cudnn import (
     as_products,
     has_plain_tensors,
@@ -65,7 +65,7 @@ class Kernels:
 
 
 def finite_gradients(regions: list[Region], plan: Plan, options: Options, kernels: Kernels = Kernels()) -> int:
-    """Call another kernel where cuDNN's may return gradients that are no numbers; returns for how many attentions.
+    """Go another way where cuDNN's kernel may return gradients that are no numbers; returns for how many attentions.
 
     All other passes must have chosen kernels.
     """
@@ -115,8 +115,11 @@ def _moved(attention: Attention, changes: dict[Node, bool], kernels: Kernels) ->
         return replace(attention, node=call, kernel="finite")
     if mask is None and kernels.flash(node) and not reads_result_as_it_was(node, changes):
         return replace(attention, node=put_flash(node), kernel="finite")
+    may_be_filled = mask is not None and not _is_single(node)
+    if may_be_filled and not bias_learns(value_of(mask)):
+        return in_whole_tiles(attention, _TILE, "finite")
     if may_run_efficiently(node, changes) and kernels.efficient(node):
         return call_efficiently(attention, "finite")
-    if mask is not None and not _is_single(node):
+    if may_be_filled:
         return in_whole_tiles(attention, _TILE, "finite")
     return as_products(attention, "finite") if RECOGNISED in node.meta else None

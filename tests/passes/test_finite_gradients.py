@@ -114,8 +114,8 @@ def test_flash_reads_what_an_autocast_would_cast() -> None:
 
 
 @pytest.mark.parametrize("run", [by_sdpa, spelled_out])
-def test_with_a_bias_it_is_the_memory_efficient_one(run: Run) -> None:
-    gm, _ = captured(run, *operands(), bias())
+def test_a_bias_that_learns_is_the_memory_efficient_ones(run: Run) -> None:
+    gm, _ = captured(run, *operands(), bias().requires_grad_())
     count, _ = change(gm, kernels(core=True, flash=True, efficient=True))
     assert count == 1 and EFFICIENT_ATTENTION in targets(gm)
 
@@ -129,10 +129,10 @@ MASKS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_where_that_cannot_be_called_tiles_are_filled_up(kind: str) -> None:
+def test_under_another_mask_tiles_are_filled_up(kind: str) -> None:
     inputs = [*operands(), MASKS[kind]()]
     gm, examples = captured(by_sdpa, *inputs)
-    count, plan = change(gm, kernels(core=True, flash=True))
+    count, plan = change(gm, kernels(core=True, flash=True, efficient=True))
     assert count == 1 and [each.kernel for each in plan.attentions] == ["finite"]
     (call,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
     assert call.args[1].meta["example_value"].shape[2] == 128
@@ -282,4 +282,4 @@ def test_on_a_cpu_nothing_changes() -> None:
 def test_the_report_says_why() -> None:
     gm, _ = captured(by_sdpa, *operands())
     _, plan = change(gm, kernels(core=True))
-    assert "off cuDNN" in AttentionRow.of(plan.attentions[0], "attention").detail
+    assert "fault of cuDNN" in AttentionRow.of(plan.attentions[0], "attention").detail
