@@ -5,6 +5,9 @@ of them waits, so all linears of a graph are weighed together:
 
     device = products + what stands around them + attention          host = a step's price + each linear's price
 
+A linear's price is that of a layer's linears with the norms and the attention around them. Where a graph launches more
+than that, as routing to experts does, its kernels are counted (``launches``), and each has the price of those.
+
 Linears are let go from those that gain least on the device, as long as the estimate of the whole step falls; those
 that read one input go together. Under CUDA graphs the host launches nothing and only the device counts: a step of few
 tokens, as in decoding, gains if FP8 saves more on its products than looking after the copies of weights takes. Whether
@@ -26,6 +29,7 @@ from te_compile.options import Options
 from te_compile.passes import speed
 from te_compile.passes.captured_nodes import argument, size_hint, value_of
 from te_compile.passes.input_readers import gain_of, products_of, readers_of_inputs
+from te_compile.passes.launches import launches_of
 from te_compile.passes.plan import Attention, Plan, Site
 
 
@@ -104,8 +108,16 @@ def high_precision_step(plan: Plan, training: bool) -> Step:
             for time in (speed.high_precision_microseconds, speed.around_microseconds)
         )
         device += products_of(site) * (in_high_precision + around)
-    host, _ = speed.host_costs(training)
-    return Step(device, host.of(sum(map(products_of, plan.sites))))
+    return Step(device, _host_time(plan, training))
+
+
+def _host_time(plan: Plan, training: bool) -> float:
+    """What the host needs to launch it all: by its linears or by its kernels, whichever are more."""
+    price, _ = speed.host_costs(training)
+    forward, _ = speed.host_costs(training=False)
+    kernels = launches_of({site.node.graph for site in plan.sites})
+    counted = (price.linear * kernels.with_gradient + forward.linear * kernels.without) / speed.LAUNCHES_OF_A_LINEAR
+    return max(price.of(sum(map(products_of, plan.sites))), price.step + counted)
 
 
 def waits_for_host(plan: Plan, options: Options, training: bool) -> bool:

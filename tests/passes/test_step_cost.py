@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -30,7 +31,10 @@ class FakeSite(SimpleNamespace):
     """A linear of some size that no graph has."""
 
     def __init__(self, name: str, tokens: int, features: tuple[int, int], **more: Any) -> None:
-        super().__init__(name=name, tokens=tokens, features=features, **{"x": object(), **HIDDEN_STATE, **more})
+        node = Graph().placeholder(name)
+        super().__init__(
+            name=name, tokens=tokens, features=features, node=node, **{"x": object(), **HIDDEN_STATE, **more}
+        )
 
     @property
     def status(self) -> str:
@@ -183,6 +187,37 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
         q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2))
+
+
+class Routed(nn.Module):
+    """A linear between many kernels that run along rows."""
+
+    def __init__(self, kernels: int) -> None:
+        super().__init__()
+        self.fc, self.kernels = nn.Linear(64, 64), kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.kernels):
+            x = torch.softmax(x, dim=-1)
+        return self.fc(x)
+
+
+def test_kernels_beyond_those_around_a_linear_count_as_time_of_the_host() -> None:
+    def host_with(kernels: int) -> float:
+        x = torch.randn(32, 64, requires_grad=True)
+        return high_precision_step(regions_and_plan(Routed(kernels), x)[1], True).host
+
+    assert host_with(0) == host_with(1) == 400 + 300
+    assert host_with(11) == 400 + 12 * 300 / 2
+
+
+def test_kernels_without_a_gradient_cost_what_they_do_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "HIGH_PRECISION_INFERENCE", HostCost(100, 50))
+    _, plan = regions_and_plan(Routed(11), torch.randn(32, 64))
+    assert high_precision_step(plan, True).host == 400 + 300 / 2 + 11 * 50 / 2
+    with torch.no_grad():
+        _, plan = regions_and_plan(Routed(11), torch.randn(32, 64))
+    assert high_precision_step(plan, False).host == 100 + 12 * 50 / 2
 
 
 @pytest.mark.parametrize("causal", [False, True])
