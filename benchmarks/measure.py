@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity, profile
 
 from te_compile.passes.attention_kernels import cudnn_version
 
@@ -294,18 +295,44 @@ class Memory:
         return {} if math.isnan(self.peak) else {"peak_gib": self.peak, "base_gib": self.base}
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """What the device ran in one call: its name, microseconds of all its launches together, and their number."""
+
+    name: str
+    us: float
+    count: float
+
+
+def kernels_of(call: Callable[[], Any], calls: int) -> list[Kernel]:
+    """What the device runs in one of ``calls``, those first that take longest; without a GPU what the CPU does."""
+    on_gpu = DEVICE.type == "cuda"
+    on = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[on]) as seen:
+        for _ in range(calls):
+            call()
+        synchronize()
+    found = [
+        Kernel(each.key, time / calls, each.count / calls)
+        for each in seen.key_averages()
+        if (time := each.self_device_time_total if on_gpu else each.self_cpu_time_total)
+    ]
+    return sorted(found, key=lambda kernel: -kernel.us)
+
+
+def busy_microseconds(call: Callable[[], Any], calls: int) -> float:
+    """Of the device, in one of ``calls``, after two to warm up; nothing that the host does counts."""
+    for _ in range(2):
+        call()
+    return sum(kernel.us for kernel in kernels_of(call, calls))
+
+
 def print_kernels(call: Callable[[], Any], calls: int = 5, longest: int = 30) -> None:
     """One line of JSON for each of the kernels in which ``call`` spends most time."""
     if DEVICE.type != "cuda":
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            call()
-        synchronize()
-    by_time = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
-    for event in by_time[:longest]:
-        microseconds = round(event.device_time_total / calls, 1)
-        print(json.dumps({"kernel": event.key[:110], "us": microseconds, "count": event.count / calls}), flush=True)
+    for kernel in kernels_of(call, calls)[:longest]:
+        print(json.dumps({"kernel": kernel.name[:110], "us": round(kernel.us, 1), "count": kernel.count}), flush=True)
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:

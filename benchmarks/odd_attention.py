@@ -25,9 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import DEVICE, Rows, add_out, describe_device, fresh_start, sqnr
+from benchmarks.measure import DEVICE, Rows, add_out, busy_microseconds, describe_device, fresh_start, sqnr
 from te_compile.passes import manager
 
 FORMS, BIASES = ("spelled", "widened", "sdpa", "flat"), ("none", "fixed", "learned", "lookup")
@@ -109,21 +108,6 @@ class Work:
         bias = None if self.bias is None else self.bias.detach().float()
         y = attention(self.form)(qkv, bias)
         return [y.detach(), *torch.autograd.grad(y, qkv, self.grad[:_CHECKED].float())]
-
-
-def busy_microseconds(call: Callable[[], object], calls: int) -> float:
-    """Of the device, in one of ``calls``; nothing that the host does counts."""
-    for _ in range(2):
-        call()
-    on = ProfilerActivity.CUDA if DEVICE.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[on]) as seen:
-        for _ in range(calls):
-            call()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-    events = seen.key_averages()
-    spent = sum(each.self_device_time_total if DEVICE.type == "cuda" else each.self_cpu_time_total for each in events)
-    return float(spent) / calls
 
 
 def measured(work: Work, right: list[Tensor], options: dict[str, Any] | None, calls: int) -> dict[str, Any]:
