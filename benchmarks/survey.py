@@ -29,6 +29,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import DEVICE
@@ -56,7 +57,7 @@ def kernels(call: Callable[[], Any]) -> list[measure.Kernel]:
     return measure.kernels_of(call, CALLS)
 
 
-def calls_of(name: str, variant: str, compiler: str) -> dict[str, Callable[[], Any]]:
+def calls_of(name: str, variant: str, compiler: str) -> dict[str, Callable[[], Tensor]]:
     """A training step and a forward of the work, compiled when they are first called."""
     work = WORKS[name]
     model, inputs, context = work.build(), work.inputs(), work.context()
@@ -64,18 +65,21 @@ def calls_of(name: str, variant: str, compiler: str) -> dict[str, Callable[[], A
     backend = VARIANTS[variant] if variant == "te_fp8" or compiler == "inductor" else compiler
     fast = torch.compile(model, backend=backend, options=options, dynamic=work.dynamic)
 
-    def step() -> float:
-        model.train()
+    def step() -> Tensor:
+        if not model.training:
+            model.train()
         model.zero_grad(set_to_none=True)
         with context():
-            loss = fast(**inputs).loss
+            loss: Tensor = fast(**inputs).loss
         loss.backward()
-        return float(loss)
+        return loss.detach()
 
-    def forward() -> float:
-        model.eval()
+    def forward() -> Tensor:
+        if model.training:
+            model.eval()
         with torch.no_grad(), context():
-            return float(fast(**inputs).loss)
+            loss: Tensor = fast(**inputs).loss
+        return loss
 
     return {"step": step, "forward": forward}
 
@@ -87,7 +91,7 @@ def serve(name: str, variant: str, compiler: str, pipe: Connection) -> None:
     try:
         calls = calls_of(name, variant, compiler)
         with manager.recording() as records:
-            loss = calls["step"]()
+            loss = calls["step"]().item()
             for call in calls.values():
                 for _ in range(WARM):
                     call()
