@@ -40,8 +40,18 @@ def in_whole_tiles(attention: Attention, tile: int, reason: str) -> Attention:
 
 def _hiding(write: Writer, mask: Node, keys: Any, length: Any, lacking: Any) -> Node:
     """``mask`` for keys that are filled up; ``length`` is their number before that by example."""
+    mask = _without_repeats(write, mask)
     seen = value_of(mask)
     if not statically_known_true(seen.shape[-1] == length):  # one for all keys
         sizes = [size_in(write, mask, place) for place in range(seen.dim() - 1)]
         mask = write.method("expand", mask, *sizes, keys)
     return write.call(F.pad, mask, (0, lacking), value=False if seen.dtype == torch.bool else -math.inf)
+
+
+def _without_repeats(write: Writer, mask: Node) -> Node:
+    """One of each row, head and sequence that ``mask`` repeats without memory: a copy would have them all."""
+    seen = value_of(mask)
+    for place, (size, stride) in enumerate(zip(seen.shape[:-1], seen.stride(), strict=False)):
+        if statically_known_true(stride == 0) and not statically_known_true(size == 1):
+            mask = write.method("narrow", mask, place, 0, 1)
+    return mask

@@ -124,6 +124,8 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "a bias": bias,
     "one of booleans": lambda: torch.rand(BATCH, HEADS, 64, 64) > 0.5,
     "one for all keys": lambda: torch.randn(BATCH, 1, 64, 1, dtype=torch.bfloat16),
+    "repeated for heads": lambda: torch.randn(BATCH, 1, 64, 64, dtype=torch.bfloat16).expand(-1, HEADS, -1, -1),
+    "repeated for queries": lambda: (torch.rand(BATCH, 1, 1, 64) > 0.5).expand(-1, HEADS, 64, -1),
     "of two dimensions": lambda: torch.randn(64, 64, dtype=torch.bfloat16),
 }
 
@@ -144,6 +146,16 @@ def test_under_another_mask_tiles_are_filled_up(kind: str) -> None:
         torch.autograd.grad(y, x[:3], grad.to(y.dtype)) for y, x in zip(results, (inputs, wide), strict=True)
     )
     assert all(relative_error(one, other) < 2e-2 for one, other in zip(got, wanted, strict=True))
+
+
+def test_what_a_mask_repeats_is_not_copied() -> None:
+    def run(x: Tensor, seen: Tensor) -> Tensor:
+        return by_sdpa(x, x, x, seen[:, None, None, :].expand(-1, HEADS, 64, -1))
+
+    gm, _ = captured(run, heads(), torch.rand(BATCH, 64) > 0.5)
+    assert change(gm, kernels())[0] == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.kwargs["attn_mask"].meta["example_value"].shape == (BATCH, 1, 1, 128)
 
 
 @pytest.mark.parametrize("run", [by_sdpa, spelled_out])
