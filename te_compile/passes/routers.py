@@ -10,7 +10,8 @@ to its peaks, which equal the largest around them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from itertools import permutations
 
 import torch
@@ -56,17 +57,24 @@ def by_router(site: Site, options: Options) -> Verdict:
     return None
 
 
-def by_router_behind(site: Site, routers: Mapping[str, Collection[Node]], linears: Collection[Node]) -> Verdict:
-    """The layers before a router's last, in the same module, which nothing else reads: what they round moves the pick
-    as well. ``routers``: the nodes of what is known as one, by module; ``linears``: the nodes of all linears."""
-    beside = {*routers.get(module_around(site), ())}
-    if not beside or beside.isdisjoint(reached(site.node, lambda node: node not in beside)):
+def by_router_behind(site: Site, routers: Collection[str], linears: AbstractSet[Node], for_picks: set[Node]) -> Verdict:
+    """The layers before a router's last, in its module or in the one around it, which nothing but routers reads: what
+    they round moves the pick as well. ``routers``: the modules of all routers; ``linears``: the nodes of all linears;
+    ``for_picks``: the nodes known to end in picks alone, to which this adds. The search stops at them, for where each
+    router takes up what the one before it made, the readers of the first would be all routers of the model."""
+    if not any(_is_around(module_around(site), router) for router in routers):
         return None
-    readers = all_reached(site.node, lambda node: node not in beside and not _is_a_size(node))
-    if readers is None or not beside.issuperset(node for node in readers if node in linears):
+    readers = all_reached(site.node, lambda node: node not in for_picks and not _is_a_size(node))
+    if readers is None or for_picks.isdisjoint(readers) or not for_picks.issuperset(linears & {*readers}):
         return None
+    for_picks.update((site.node, *(node for node in readers if not _is_a_size(node))))
     why = "only what picks experts or entries reads its result, and FP8 rounding would change the pick"
     return Cause.RULE, f"{why}; nothing to do: FP8 would lose accuracy"
+
+
+def _is_around(module: str, router: str) -> bool:
+    """Is ``module`` that of ``router``, or the one that holds it?"""
+    return module in (router, router.rpartition(".")[0]) and bool(module)
 
 
 def by_pick_alone(site: Site, options: Options, linears: Collection[Node] = ()) -> Verdict:

@@ -8,7 +8,6 @@ is and, behind its last semicolon, what to change, or that there is nothing to d
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
@@ -67,7 +66,7 @@ def select_linears(plan: Plan, options: Options) -> int:
         by_readers: (unread,), by_lookup: (tables,), by_head: (tables, linears), by_pick_alone: (linears,),
     }  # fmt: skip
     heads: list[Site] = []
-    routers = defaultdict[str, set[Node]](set)
+    routers: list[Site] = []
     for site in plan.sites:
         for rule in RULES:
             if not _may_speak(rule, site):
@@ -76,8 +75,7 @@ def select_linears(plan: Plan, options: Options) -> int:
             if verdict is not None:
                 site.cause, site.reason = verdict
                 heads += [site] if rule is by_head else []
-                if rule is by_router and module_around(site):
-                    routers[module_around(site)].add(site.node)
+                routers += [site] if rule is by_router else []
                 break
     _by_others(plan, heads, routers, linears)
     for site, reason in by_cost(plan.selected, options):
@@ -88,17 +86,17 @@ def select_linears(plan: Plan, options: Options) -> int:
     return len(plan.selected)
 
 
-def _by_others(plan: Plan, heads: list[Site], routers: dict[str, set[Node]], linears: set[Node]) -> None:
-    """Keep what goes with ``heads`` or, by module, with ``routers``: that can be told once these are known."""
+def _by_others(plan: Plan, heads: list[Site], routers: list[Site], linears: set[Node]) -> None:
+    """Keep what goes with ``heads`` or with ``routers``: that can be told once these are known."""
     for site in plan.selected:
         verdict = by_heads_beside(site, heads)
         if verdict is not None:
             site.cause, site.reason = verdict
+    for_picks, modules = {site.node for site in routers}, {module_around(site) for site in routers}
     for site in reversed(plan.selected):
-        verdict = by_router_behind(site, routers, linears)
+        verdict = by_router_behind(site, modules, linears, for_picks)
         if verdict is not None:
             site.cause, site.reason = verdict
-            routers[module_around(site)].add(site.node)
 
 
 def _only_what_the_step_gains_from(plan: Plan, options: Options) -> None:

@@ -196,6 +196,64 @@ def test_what_lies_before_a_pick_outside_of_its_module_is_no_router() -> None:
     assert _statuses(Greedy(), torch.randn(10, 32)) == {"layers.0": "fp8", "layers.2": "fp8", "words": "kept"}
 
 
+class Router(nn.Module):
+    """Its last layers are a module in it, and what its first gives is read by the router of the next layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(32, 32)
+        self.last = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.down(x) + before
+        return self.last(state).softmax(-1).topk(2)[1].sum(-1, keepdim=True), state.clone()
+
+
+class Routed(nn.Module):
+    """``returns_state``: the caller gets what the last router made, too."""
+
+    def __init__(self, layers: int, returns_state: bool = False) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(Router() for _ in range(layers))
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.returns_state = returns_state
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        state = x.new_zeros(())
+        for gate, expert in zip(self.gates, self.experts, strict=True):
+            picked, state = gate(x, state)
+            x = x + expert(x) * picked
+        if self.returns_state:
+            return x, state
+        return x
+
+
+def test_what_routers_hand_from_layer_to_layer_keeps_its_precision_however_many_there_are() -> None:
+    statuses = _statuses(Routed(16), torch.randn(10, 32))
+    assert {name for name, status in statuses.items() if status == "fp8"} == {f"experts.{i}" for i in range(16)}
+
+
+def test_what_a_router_hands_on_and_the_caller_gets_is_not_for_picks_alone() -> None:
+    statuses = _statuses(Routed(2, returns_state=True), torch.randn(10, 32))
+    assert [name for name, status in statuses.items() if "down" in name and status == "kept"] == []
+    assert [name for name, status in statuses.items() if "last" in name and status == "fp8"] == []
+
+
+def test_all_before_a_pick_is_no_router_though_the_module_around_it_holds_some() -> None:
+    """As a picture's encoder, of which a codebook is a module."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.pick = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Sequential(nn.Linear(32, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pick(self.layers(x)).argmax(-1)
+
+    statuses = _statuses(nn.Sequential(Encoder()), torch.randn(10, 32))
+    assert statuses == {"0.layers.0": "fp8", "0.pick.0": "kept"}
+
+
 def test_the_largest_values_alone_are_no_pick() -> None:
     """As a pooling over points takes them."""
     fc = nn.Linear(32, 32)
