@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from te_compile.optional_passes import OPTIONAL_PASSES
 from tests.fuzz import linear_steps, other_steps
 from tests.fuzz.draft import LARGEST, LARGEST_ON_GPU, Draft
 from tests.fuzz.program import CONTEXTS, Program, Setting
@@ -14,7 +15,7 @@ KINDS = (
     (linear_steps.add_linear, 30), (other_steps.add_unary, 16), (other_steps.add_binary, 15),
     (other_steps.add_norm, 10), (other_steps.add_view, 12), (other_steps.add_gate, 5), (other_steps.add_write, 5),
     (other_steps.add_scale_or_shift, 4), (other_steps.add_attention, 4), (other_steps.add_batch_norm, 1),
-    (other_steps.add_modulation, 4),
+    (other_steps.add_modulation, 4), (other_steps.add_loss, 2),
 )  # fmt: skip
 """What adds steps, and how often."""
 
@@ -40,6 +41,7 @@ def generate(seed: int, inductor: float = 0.0, device: str = "cpu") -> Program:
         accumulate=dice.random() < 0.2 and not graphs,
         save_memory=dice.random() < 0.1,
         cache_weights=dice.random() < 0.9,
+        skip_passes=_skipped(dice),
         mode="reduce-overhead" if graphs else None,
     )
     draft = Draft(dice, dtype, LARGEST if device == "cpu" else LARGEST_ON_GPU)
@@ -47,6 +49,13 @@ def generate(seed: int, inductor: float = 0.0, device: str = "cpu") -> Program:
     blocks = _add_steps(draft, dice.randrange(3, 13))
     program = Program(tuple(draft.inputs), tuple(draft.steps), _outputs(draft), setting, tuple(blocks), seed)
     return program.without_dead_steps()
+
+
+def _skipped(dice: random.Random) -> tuple[str, ...]:
+    """Mostly nothing; now and then a few passes, half of them or all that a graph can do without."""
+    number = len(OPTIONAL_PASSES)
+    left_out = dice.choice([1, 3, number // 2, number]) if dice.random() < 0.1 else 0
+    return tuple(sorted(dice.sample(OPTIONAL_PASSES, left_out)))
 
 
 def _add_inputs(draft: Draft, setting: Setting) -> None:

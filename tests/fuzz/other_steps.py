@@ -34,7 +34,7 @@ BINARY = (
 
 
 def add_unary(draft: Draft) -> None:
-    x = draft.pick()
+    x = draft.pick(lambda v: v.dim() >= 1)  # of one number the last bits may be all that there is to compare
     if x is not None:
         draft.step(f"{{o0}} = {draft.random.choice(UNARY)}", x)
 
@@ -91,6 +91,21 @@ def add_modulation(draft: Draft) -> None:
     draft.step(f"{code}\n{{o0}} = {use}", x, init=made)
 
 
+def add_loss(draft: Draft) -> None:
+    """Cross entropy of logits, which the program may give back as well."""
+    x = draft.pick(lambda v: v.dim() >= 2 and v.shape[-1] >= 16, recent=0.9)
+    if x is None:
+        return
+    classes = draft.of(x).shape[-1]
+    logits = draft.one_of("{0}", "{0}.float()") + draft.one_of(f".reshape(-1, {classes})", ".flatten(0, -2)")
+    more = draft.one_of("", "", ", ignore_index=3", ", label_smoothing=0.1", ', reduction="sum"', ', reduction="none"')
+    loss = draft.one_of(
+        f"F.cross_entropy(z, t{more})", f"F.cross_entropy(z, t{more})", "F.nll_loss(F.log_softmax(z, dim=-1), t)",
+        f"F.cross_entropy(z, t{more}).mean() + 0.01 * torch.logsumexp(z, -1).square().mean()",
+    )  # fmt: skip
+    draft.step(f"z = {logits}\nt = torch.arange(z.shape[0], device=z.device) * 7 % {classes}\n{{o0}} = {loss}", x)
+
+
 def add_norm(draft: Draft) -> None:
     """LayerNorm and RMSNorm in several spellings."""
     x = draft.pick(lambda v: v.dim() >= 2 and v.shape[-1] >= 8)
@@ -127,7 +142,7 @@ def add_norm(draft: Draft) -> None:
 
 
 def add_view(draft: Draft) -> None:
-    x = draft.pick(recent=0.8)
+    x = draft.pick(lambda v: v.dim() >= 1, recent=0.8)
     if x is None:
         return
     value = draft.of(x)

@@ -106,6 +106,7 @@ class Setting:
     accumulate: bool = False
     save_memory: bool = False
     cache_weights: bool = True
+    skip_passes: tuple[str, ...] = ()
     mode: str | None = None
 
     def options(self) -> dict[str, Any]:
@@ -113,6 +114,8 @@ class Setting:
         chosen: dict[str, Any] = {"recipe": self.recipe, "compiler": self.compiler, "save_memory": self.save_memory}
         if not self.cache_weights:
             chosen["cache_weights"] = False
+        if self.skip_passes:
+            chosen["skip_passes"] = self.skip_passes
         if self.mode is not None:
             chosen["mode"] = self.mode
         return chosen if self.device == "cpu" else {**chosen, "cost_model": False}
