@@ -6,7 +6,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -239,10 +239,11 @@ class _Examination:
             emulated = [self._emulated(number, case) for number in range(EMULATIONS)]
             self._judge_loss("loss with labels", error, [_loss_error(each, expected) for each in emulated])
 
-    def _cosines(self, expected: Step, got: Step) -> dict[str, float]:
+    def _cosines(self, expected: Step, got: Step, names: Iterable[str] | None = None) -> dict[str, float]:
+        """Of the result of inference, or of the gradients by ``names``, by default all that are worth comparing."""
         if not self.setting.train:
             return {"output": cosine(first_tensor(got.output), first_tensor(expected.output))}
-        names = compared(expected.gradients)
+        names = compared(expected.gradients) if names is None else names
         return {name: cosine(got.gradients[name], expected.gradients[name]) for name in names}
 
     def _sizes(self, expected: Step, got: Step) -> dict[str, float]:
@@ -256,7 +257,7 @@ class _Examination:
         """Where FP8 itself falls short of the bounds, it sets them: emulations that each round on another grid."""
         emulated = [self._emulated(number) for number in range(EMULATIONS)]
         reached = [self._cosines(expected, textbook) for textbook in emulated]
-        same_grid = self._cosines(emulated[0], got)
+        same_grid = self._cosines(emulated[0], got, low)
         self.found.textbook = min([self.found.textbook or 1.0, *(each[name] for each in reached for name in low)])
         for name, ours in low.items():
             theirs = [each[name] for each in reached]

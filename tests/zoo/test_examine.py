@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.backend.models import Mlp
 from tests.compiling import BACKEND, compiled
 from tests.fuzz.emulation import statuses_of
 from tests.zoo.case import Architecture, Case, NotSupportedError, Place, Setting
-from tests.zoo.examine import Finding, examine
+from tests.zoo.examine import Finding, Step, _Examination, examine
 from tests.zoo.models import ARCHITECTURES
 from tests.zoo.table import page
 
@@ -55,6 +56,20 @@ def test_a_wrong_gradient_is_seen(change: Any, complaint: str, monkeypatch: pyte
     monkeypatch.setattr(linear._Linear, "backward", _changed(change))
     finding = examine(GOOD, Setting())
     assert finding.outcome == "wrong" and any(each.startswith(complaint) for each in finding.complaints), finding
+
+
+def test_a_wrong_gradient_is_seen_where_the_textbooks_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is nothing is not compared as a rule, but where ours is odd it has to be."""
+    emulated = _Examination._emulated
+
+    def without_gradients(self: _Examination, *given: Any) -> Step:
+        textbook = emulated(self, *given)
+        return replace(textbook, gradients={name: 0 * each for name, each in textbook.gradients.items()})
+
+    monkeypatch.setattr(linear._Linear, "backward", _changed(lambda dx, dw, others: (dx, dw.flip(0), *others)))
+    monkeypatch.setattr(_Examination, "_emulated", without_gradients)
+    finding = examine(GOOD, Setting())
+    assert finding.outcome == "wrong" and any(each.startswith("cosine of") for each in finding.complaints), finding
 
 
 class _Refusing(nn.Module):
