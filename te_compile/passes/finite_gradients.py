@@ -10,8 +10,8 @@ nobody's past.
 
 In eager mode a model that spells attention out never met that, and one that calls SDPA did. Both are spared it here.
 Without a mask the C++ core's kernels compute such attention in about cuDNN's time, or PyTorch's flash does. With one
-cuDNN has whole tiles of keys, filled up with some that the mask hides: in half the time of the memory-efficient kernel,
-which no mask but one that learns needs.
+cuDNN has whole tiles of keys, filled up with some that the mask hides: the memory-efficient kernel takes up to twice as
+long, and runs where a mask learns.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _may_draw_anew(node: Node, options: Options) -> bool:
 
 
 def _moved(attention: Attention, changes: dict[Node, bool], kernels: Kernels) -> Attention | None:
-    """The attention on the fastest other kernel that there is; None for none."""
+    """The attention by the fastest other way that there is; None for none."""
     node = attention.node
     query, key, value, mask = operands_of(node)
     if mask is None and may_stand_for(node, [query, key, value], changes, kernels.core):
@@ -115,11 +115,9 @@ def _moved(attention: Attention, changes: dict[Node, bool], kernels: Kernels) ->
         return replace(attention, node=call, kernel="finite")
     if mask is None and kernels.flash(node) and not reads_result_as_it_was(node, changes):
         return replace(attention, node=put_flash(node), kernel="finite")
-    may_be_filled = mask is not None and not _is_single(node)
-    if may_be_filled and not bias_learns(value_of(mask)):
+    efficient = may_run_efficiently(node, changes) and kernels.efficient(node)
+    if mask is not None and not _is_single(node) and not (efficient and bias_learns(value_of(mask))):
         return in_whole_tiles(attention, _TILE, "finite")
-    if may_run_efficiently(node, changes) and kernels.efficient(node):
+    if efficient:
         return call_efficiently(attention, "finite")
-    if may_be_filled:
-        return in_whole_tiles(attention, _TILE, "finite")
     return as_products(attention, "finite") if RECOGNISED in node.meta else None

@@ -50,8 +50,6 @@ def _hiding(write: Writer, mask: Node, keys: Any, length: Any, lacking: Any) -> 
 
 def _without_repeats(write: Writer, mask: Node) -> Node:
     """One of each row, head and sequence that ``mask`` repeats without memory: a copy would have them all."""
-    seen = value_of(mask)
-    for place, (size, stride) in enumerate(zip(seen.shape[:-1], seen.stride(), strict=False)):
-        if statically_known_true(stride == 0) and not statically_known_true(size == 1):
-            mask = write.method("narrow", mask, place, 0, 1)
-    return mask
+    repeats = [statically_known_true(stride == 0) for stride in value_of(mask).stride()[:-1]]
+    ones = tuple(slice(0, 1) if each else slice(None) for each in repeats)
+    return write.call(operator.getitem, mask, ones) if any(repeats) else mask

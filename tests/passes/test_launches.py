@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_compile.passes import speed
 from te_compile.passes.launches import Launches, launches_of
 from tests.capturing import captured, regions_of
 
@@ -37,6 +38,7 @@ class Layer(nn.Module):
 
 
 def test_a_layer_of_four_linears_is_eight() -> None:
+    assert speed.LAUNCHES_OF_A_LINEAR * 4 == 8
     assert launches(Layer(), torch.randn(2, 8, 32)) == Launches(8, 0)
     with torch.no_grad():
         assert launches(Layer(), torch.randn(2, 8, 32)) == Launches(0, 8)
