@@ -35,8 +35,9 @@ from benchmarks import measure
 from benchmarks.measure import DEVICE
 from benchmarks.survey_works import WORKS
 
-VARIANTS = {"compile": "inductor", "te_fp8": "te_fp8"}
+VARIANTS = ("compile", "te_fp8")
 _Answer = TypeVar("_Answer")
+CALLED = ("step", "forward")
 ROUNDS, CALLS, WARM = (3, 6, 3) if DEVICE.type == "cuda" else (1, 1, 1)
 _ANSWER_SECONDS = 60.0  # in which a process that is ready has timed a few calls
 _LOSS, _SLOWER = 0.02, 0.02
@@ -61,9 +62,10 @@ def calls_of(name: str, variant: str, compiler: str) -> dict[str, Callable[[], T
     """A training step and a forward of the work, compiled when they are first called."""
     work = WORKS[name]
     model, inputs, context = work.build(), work.inputs(), work.context()
-    options = {"compiler": compiler} if variant == "te_fp8" else None
-    backend = VARIANTS[variant] if variant == "te_fp8" or compiler == "inductor" else compiler
-    fast = torch.compile(model, backend=backend, options=options, dynamic=work.dynamic)
+    given: dict[str, Any] = {"backend": compiler}
+    if variant == "te_fp8":
+        given = {"backend": "te_fp8", "options": {"compiler": compiler}}
+    fast = torch.compile(model, dynamic=work.dynamic, **given)
 
     def step() -> Tensor:
         if not model.training:
@@ -157,8 +159,9 @@ def first_words(workers: Sequence[Worker], seconds: float) -> dict[tuple[str, st
     until, waiting = time.monotonic() + seconds, {each.pipe: each for each in workers}
     said: dict[tuple[str, str], dict[str, Any]] = {}
     while waiting and (left := until - time.monotonic()) > 0:
-        for pipe in wait(list(waiting), left):
-            worker = waiting.pop(pipe)  # type: ignore[arg-type]  # those are connections, that were given
+        ready = wait(list(waiting), left)
+        for pipe in [each for each in waiting if each in ready]:
+            worker = waiting.pop(pipe)
             said[worker.work, worker.variant] = worker.hear(0)
     late = {"error": f"not compiled in {seconds:.0f} s"}
     return {**{(each.work, each.variant): late for each in waiting.values()}, **said}
@@ -168,7 +171,7 @@ def measured(workers: dict[str, Worker]) -> tuple[dict[str, Any], dict[str, list
     """Columns of a row, times the best of a few medians taken in turns; and what the device ran in a step."""
     row: dict[str, Any] = {}
     ran: dict[str, list[measure.Kernel]] = {}
-    for call in ("step", "forward"):
+    for call in CALLED:
         best, peaks = dict.fromkeys(workers, math.inf), dict.fromkeys(workers, math.nan)
         for _ in range(ROUNDS):
             for variant, worker in workers.items():
@@ -205,7 +208,7 @@ def write_row(
             rows.write(what="kernel", work=work, name=variant, **shown)
     if not abs(ours - loss) <= _LOSS * max(1.0, loss):
         rows.fail(work, f"a loss of {ours:.4g} for {loss:.4g}")
-    for call in ("step", "forward"):
+    for call in CALLED:
         if DEVICE.type == "cuda" and row[f"{call}_ratio"] < 1 - _SLOWER:
             rows.fail(work, f"{call} at {row[f'{call}_ratio']:.3f} of torch.compile's speed")
 

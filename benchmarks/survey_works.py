@@ -57,7 +57,7 @@ class Work:
         with DEVICE:
             model = described.built(config)
         if self.checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # Hugging Face's
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # no method of nn.Module's
         return model if self.autocast else model.to(DTYPE)
 
     def context(self) -> Callable[[], AbstractContextManager[Any]]:
