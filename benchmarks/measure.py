@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS, MOST_ROUNDS = 4, 16  # how often those that take turns do so; the more the sooner they are done
 ROUND_MS = 150 if DEVICE.type == "cuda" else 5  # how long a turn lasts, where one call takes less
-ROUNDS_SECONDS = 1.5 if DEVICE.type == "cuda" else 0.05  # after this no round begins beyond the first ROUNDS
+ROUNDS_SECONDS = 1.5 if DEVICE.type == "cuda" else 0.05
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -204,19 +204,26 @@ def median_ms(call: Callable[[], Any], iterations: int, warmup: int) -> float:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], most: int = 20) -> dict[str, float]:
-    """Milliseconds of each of ``calls``: the best of a few medians, taken in turns, for clocks and hosts drift.
+    """Milliseconds of each of ``calls``; most: see :func:`best_in_turns`."""
+    medians = {name: partial(median_ms, call, warmup=1) for name, call in calls.items()}
+    return best_in_turns(medians, ROUNDS_SECONDS, most)
+
+
+def best_in_turns(medians: dict[str, Callable[[int], float]], seconds: float, most: int = 20) -> dict[str, float]:
+    """The best of a few of each of ``medians``, taken in turns, for clocks and hosts drift.
 
     A step of a millisecond waits for the host, whose drift is larger than a GPU's: short calls get more turns.
-    most: calls in a turn, which is shorter where that would last long.
+    medians: milliseconds, of so many calls. seconds: after these no round begins beyond the first few. most: calls in
+    a turn, which is shorter where that would last long.
     """
-    best = dict.fromkeys(calls, math.inf)
-    counts = dict.fromkeys(calls, 2)
-    until = time.monotonic() + ROUNDS_SECONDS
+    best = dict.fromkeys(medians, math.inf)
+    counts = dict.fromkeys(medians, 2)
+    until = time.monotonic() + seconds
     for turn in range(MOST_ROUNDS):
         if turn >= ROUNDS and time.monotonic() > until:
             break
-        for name, call in calls.items():
-            found = median_ms(call, counts[name], 1)
+        for name, median in medians.items():
+            found = median(counts[name])
             best[name] = min(best[name], found)
             counts[name] = max(2, min(most, int(ROUND_MS / found)))
     return best

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -38,7 +39,8 @@ from benchmarks.survey_works import WORKS
 VARIANTS = ("compile", "te_fp8")
 _Answer = TypeVar("_Answer")
 CALLED = ("step", "forward")
-ROUNDS, CALLS, WARM = (3, 6, 3) if DEVICE.type == "cuda" else (1, 1, 1)
+CALLS, WARM = (6, 3) if DEVICE.type == "cuda" else (1, 1)  # for the device's time; before anything is timed
+SECONDS = 3.0 if DEVICE.type == "cuda" else 0.05  # of turns, for each call: these processes drift apart
 _ANSWER_SECONDS = 60.0  # in which a process that is ready has timed a few calls
 _LOSS, _SLOWER = 0.02, 0.02
 
@@ -46,11 +48,16 @@ _LOSS, _SLOWER = 0.02, 0.02
 # --- a process of one work and variant ------------------------------------------------------------------------------
 
 
-def times(call: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds of ``call``, and GiB at its peak."""
+def peak_of(call: Callable[[], Any]) -> float:
+    """GiB at the peak of ``call``; NaN without a GPU."""
     with measure.Memory() as memory:
-        milliseconds = measure.median_ms(call, CALLS, 1)
-    return milliseconds, memory.peak
+        call()
+    return memory.peak
+
+
+def median_of(call: Callable[[], Any], count: int) -> float:
+    """Milliseconds of one of so many calls."""
+    return measure.median_ms(call, count, 1)
 
 
 def kernels(call: Callable[[], Any]) -> list[measure.Kernel]:
@@ -148,6 +155,10 @@ class Worker:
         answer: _Answer = said
         return answer
 
+    def median(self, call: str, count: int) -> float:
+        """Milliseconds of one of so many of ``call``. RuntimeError for an error in their place."""
+        return self.ask(partial(median_of, count=count), call)
+
     def stop(self) -> None:
         """End it, whatever it does."""
         self.process.kill()
@@ -170,21 +181,18 @@ def first_words(workers: Sequence[Worker], seconds: float) -> dict[tuple[str, st
 def measured(workers: dict[str, Worker]) -> tuple[dict[str, Any], dict[str, list[measure.Kernel]]]:
     """Columns of a row, times the best of a few medians taken in turns; and what the device ran in a step."""
     row: dict[str, Any] = {}
-    ran: dict[str, list[measure.Kernel]] = {}
     for call in CALLED:
-        best, peaks = dict.fromkeys(workers, math.inf), dict.fromkeys(workers, math.nan)
-        for _ in range(ROUNDS):
-            for variant, worker in workers.items():
-                milliseconds, peaks[variant] = worker.ask(times, call)
-                best[variant] = min(best[variant], milliseconds)
+        medians = {name: partial(each.median, call) for name, each in workers.items()}
+        best = measure.best_in_turns(medians, SECONDS)
         row |= {f"{call}_{variant}_ms": value for variant, value in best.items()}
         row[f"{call}_ratio"] = best["compile"] / best["te_fp8"]
-        found = {variant: worker.ask(kernels, call) for variant, worker in workers.items()}
-        row |= {f"{call}_{variant}_busy_ms": sum(each.us for each in found[variant]) / 1e3 for variant in found}
-        if call == "step":
-            row |= {f"{variant}_gib": value for variant, value in peaks.items() if not math.isnan(value)}
-            ran = found
-    return row, ran
+    peaks = {variant: worker.ask(peak_of, "step") for variant, worker in workers.items()}
+    row |= {f"{variant}_gib": value for variant, value in peaks.items() if not math.isnan(value)}
+    # Behind all that is timed, for what was profiled may be slower for a while.
+    found = {call: {variant: worker.ask(kernels, call) for variant, worker in workers.items()} for call in CALLED}
+    for call, variants in found.items():
+        row |= {f"{call}_{variant}_busy_ms": sum(each.us for each in ran) / 1e3 for variant, ran in variants.items()}
+    return row, found["step"]
 
 
 def write_row(

@@ -124,7 +124,7 @@ WORKS = {
     "bloom": Work(
         "BloomForCausalLM", "BloomConfig", 4, 1024, {"hidden_size": 1536, "n_head": 16, "n_layer": 3}, attn="eager"
     ),
-    "gptj": Work("GPTJForCausalLM", "GPTJConfig", 4, 1024, _gpt2(1536, 16, 2, rotary_dim=64)),
+    "gptj": Work("GPTJForCausalLM", "GPTJConfig", 4, 1024, _gpt2(1536, 16, 2, rotary_dim=64), attn="eager"),
     "mpt": Work("MptForCausalLM", "MptConfig", 4, 1024, {"d_model": 1536, "n_heads": 16, "n_layers": 3}, attn="eager"),
     "llama, lengths vary": Work("LlamaForCausalLM", "LlamaConfig", 4, 1536, _wide(2048, 32, 2, 8192, 8), dynamic=True),
     "llama, checkpointed": Work(
