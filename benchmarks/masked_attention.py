@@ -27,9 +27,8 @@ from torch import Tensor
 from benchmarks.attention import milliseconds_of, once
 from benchmarks.measure import DEVICE, Rows, add_out, describe_device, sqnr
 from te_compile.ops import registry
-from te_compile.ops.dropout_attention import drawn_bits
 from te_compile.ops.mask_tiles import MASK_TILES
-from te_compile.ops.masked_attention import MASKED_ATTENTION_BACKWARD, MASKED_ATTENTION_FORWARD
+from te_compile.ops.masked_attention import MASKED_ATTENTION_BACKWARD, MASKED_ATTENTION_FORWARD, bits_of_tiles
 
 WORKS = [
     ("4,32,8,2048,128", "padded", 0.0),
@@ -37,6 +36,8 @@ WORKS = [
     ("8,32,8,1024,64", "left", 0.0),
     ("64,12,12,512,64", "encoder", 0.0),
     ("64,12,12,512,64", "encoder", 0.1),
+    ("64,12,12,320,64", "encoder", 0.1),
+    ("64,16,16,200,64", "encoder", 0.1),
     ("16,16,16,1024,64", "padded", 0.1),
     ("64,12,12,512,64", "all", 0.0),
     ("64,16,16,128,64", "encoder", 0.0),
@@ -94,7 +95,7 @@ class Work:
         tiles = MASK_TILES(self.mask, True, best("mask_tiles", {"mask": self.mask}))
         q, k, v = (x.detach().transpose(1, 2) for x in self.inputs)
         grad, scale = self.grad.transpose(1, 2), q.shape[3] ** -0.5
-        bits = drawn_bits(q, k, self.dropout) if self.dropout else None
+        bits = bits_of_tiles(q, k, self.dropout) if self.dropout else None
 
         def forward() -> Sequence[Tensor]:
             return MASKED_ATTENTION_FORWARD(q, k, v, *tiles[:2], bits, self.dropout, scale, name)

@@ -11,7 +11,7 @@ namespace {
 
 using namespace attention;
 
-constexpr int64_t kQueriesOfStep = 64, kKeysOfTile = 128;  // of the backward pass
+constexpr int64_t kQueriesOfStep = 64, kKeysOfTile = 128, kWordsOfTile = 4;  // of the backward pass
 
 void check(const te_heads& x, const char* name) {
   const bool aligned = reinterpret_cast<uintptr_t>(x.x) % 16 == 0;
@@ -37,6 +37,8 @@ void check(const te_attention& task) {
   require(task.bits != nullptr || task.growth == 1, "te_cuda_attention: where none is dropped growth must be 1");
   require(task.bits == nullptr || sight_of(task) != Sight::kWindow,
           "te_cuda_attention: weights are dropped from all keys, from causal ones, or under a mask");
+  require(task.bits == nullptr || (task.bit_words >= (task.keys + 63) / 64 * 2 && task.bit_queries >= task.queries),
+          "te_cuda_attention: bits must be those of all keys and queries");
   require((task.mask == nullptr) == (task.tiles == nullptr) && reinterpret_cast<uintptr_t>(task.mask) % 16 == 0,
           "te_cuda_attention: a mask has tiles, and is aligned to 16 bytes");
   require(task.tiles == nullptr || (task.left < 0 && task.right < 0),
@@ -51,12 +53,14 @@ void check(const te_attention& task) {
   if (longest > INT32_MAX / 2 || (longest + 127) / 128 * task.batches * task.heads > INT32_MAX) {
     throw Failure(TE_UNSUPPORTED, "te_cuda_attention: more tiles than a launch has blocks");
   }
-  require_hopper(task.device, kName);
 }
 
 void check_backward(const te_attention& task) {
-  require(task.bits == nullptr || (task.queries % kQueriesOfStep == 0 && task.keys % kKeysOfTile == 0),
-          "te_cuda_attention_backward: where weights are dropped queries must be a multiple of 64, keys of 128");
+  require(task.bits == nullptr || (task.bit_queries % kQueriesOfStep == 0 && task.bit_words % kWordsOfTile == 0),
+          "te_cuda_attention_backward: bits must be those of a multiple of 64 queries and of 128 keys");
+  require(task.bits == nullptr || task.tiles != nullptr ||
+              (task.queries % kQueriesOfStep == 0 && task.keys % kKeysOfTile == 0),
+          "te_cuda_attention_backward: where weights are dropped without a mask queries must be a multiple of 64, keys of 128");
   check(task.grad, "grad");
   require(reinterpret_cast<uintptr_t>(task.out) % 16 == 0,
           "te_cuda_attention_backward: out must be aligned to 16 bytes");
@@ -77,6 +81,7 @@ extern "C" te_status te_cuda_attention(const te_attention* task) {
   return guarded([&] {
     require(task != nullptr, "te_cuda_attention: task is null");
     check(*task);
+    require_hopper(task->device, kName);
     const DeviceGuard guard(task->device);
     task->width <= kNarrow ? run_forward<kNarrow>(*task) : run_forward<kWide>(*task);
   });
@@ -87,6 +92,7 @@ extern "C" te_status te_cuda_attention_backward(const te_attention* task) {
     require(task != nullptr, "te_cuda_attention_backward: task is null");
     check(*task);
     check_backward(*task);
+    require_hopper(task->device, kName);
     const DeviceGuard guard(task->device);
     task->width <= kNarrow ? run_backward<kNarrow>(*task) : run_backward<kWide>(*task);
   });

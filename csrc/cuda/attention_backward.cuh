@@ -48,7 +48,7 @@ __device__ __forceinline__ void ask(const Backward& task, const BackwardMaps& ma
     const int stage = count % kStages, index = walk.batch * task.heads + head;
     const uint32_t barrier = memory.full + 8 * stage, extra = memory.extras + stage * kExtras;
     const int64_t at = (int64_t{index} * task.steps + step) * kStep;
-    const uint32_t* words = task.bits + (int64_t{index} * task.words + 4 * walk.tile) * task.queries + step * kStep;
+    const uint32_t* words = task.bits + (int64_t{index} * task.words + 4 * walk.tile) * task.bit_queries + step * kStep;
     barrier_wait(memory.empty + 8 * stage, (count / kStages & 1) ^ 1);
     barrier_expect(barrier, 2 * kStepBytes + (Drops ? kExtras : 2 * kNumbers));
     for (int c = 0; c < Width / 64; ++c) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void ask(const Backward& task, const BackwardMaps& ma
     }
     copy_bytes(extra, task.sums + at, kNumbers, barrier);
     for (int i = 0; Drops && i < 4; ++i) {
-      copy_bytes(extra + (2 + i) * kNumbers, words + int64_t{i} * task.queries, kNumbers, barrier);
+      copy_bytes(extra + (2 + i) * kNumbers, words + int64_t{i} * task.bit_queries, kNumbers, barrier);
     }
     for (int c = 0; c < Width / 64; ++c) {
       copy_box(memory.grads + stage * kStepBytes + c * kStepBlock, &maps.grad, barrier, 64 * c, step * kStep, head, walk.batch);
@@ -240,7 +240,8 @@ __device__ __forceinline__ void write(Keys<T, Width, Seen, Drops>& mine, T* dk, 
   for (int h = 0; h < 2; ++h) {
     const int key = walk.tile * kKeys + mine.group * 64 + row + 8 * h;
     const int64_t at = ((int64_t{walk.batch} * task.keys + key) * walk.key_heads + walk.key_head) * task.width;
-    const int width = Drops || key < task.keys ? task.width : 0;
+    const bool is_there = (Drops && Seen != Sight::kTiles) || key < task.keys;
+    const int width = is_there ? task.width : 0;
     mine.write(dk + at, mine.dk, h, task.factor, width);
     mine.write(dv + at, mine.dv, h, task.growth, width);
   }

@@ -29,12 +29,12 @@ constexpr int kReaders = 256;
 constexpr int kDsThere = 2, kGroupMeets = 6, kHeadStart = 8;
 
 struct Backward {
-  const uint32_t* bits;                 // [heads, words, queries], if weights are dropped
+  const uint32_t* bits;                 // [heads, words, bit_queries], if weights are dropped
   const float *sums, *shifts;           // [heads, 64 steps]: logsumexp times log2(e), Σ dout · out
   void* dq;  // fp32 [heads, steps, halves of the columns, eight columns, threads, 4]; the result itself if is_whole
   bool is_whole;
-  int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
-  int steps;                                              // of 64 queries
+  int heads, shared, queries, keys, width, tiles, words, bit_queries;  // shared: how many heads of queries read one of keys
+  int steps;                                                           // of 64 queries
   float scale, growth, factor;  // scale: times log2(e)
   Window window;
   Tiles mask;
@@ -80,7 +80,7 @@ template <Sight Seen, bool Drops>
 struct Walk {
   int tile, batch, key_heads, key_head, first_head;  // first_head: of queries
   int first = 0, end, steps, start;
-  bool ends_in_tile;  // are some keys not there? Where weights are dropped all are, and a mask shows none that are not
+  bool ends_in_tile;  // are some keys not there? A mask shows none of them, and where weights are dropped without one all are there
   const int32_t* list;
 
   __device__ __forceinline__ explicit Walk(const Backward& task) {

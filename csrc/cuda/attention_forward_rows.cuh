@@ -20,7 +20,7 @@ struct Rows {
     row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
     if (Drops) {
       for (int h = 0; h < 2; ++h) rows[h] = min(row + 8 * h, task.queries - 1);
-      bits = task.bits + (int64_t{index} * task.words + lane % 4 / 2) * task.queries;
+      bits = task.bits + (int64_t{index} * task.words + lane % 4 / 2) * task.bit_queries;
     }
     if (Seen == Sight::kTiles) {
       for (int h = 0; h < 2; ++h) shown_rows[h] = task.mask.row(batch, min(row + 8 * h, task.queries - 1));
@@ -33,7 +33,7 @@ struct Rows {
       const int word = 4 * tile + 2 * b;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        words[2 * b + h] = word < task.words ? __ldg(bits + int64_t{word} * task.queries + rows[h]) : 0;
+        words[2 * b + h] = word < task.words ? __ldg(bits + int64_t{word} * task.bit_queries + rows[h]) : 0;
       }
     }
   }

@@ -50,9 +50,9 @@ struct Window {
 };
 
 struct Forward {
-  const uint32_t* bits;  // [heads, words, queries], if weights are dropped
+  const uint32_t* bits;  // [heads, words, bit_queries], if weights are dropped
   float* logsumexp;      // [heads, queries]
-  int heads, shared, queries, keys, width, tiles, words;  // shared: how many heads of queries read one of keys
+  int heads, shared, queries, keys, width, tiles, words, bit_queries;  // shared: how many heads of queries read one of keys
   int all_heads, chunk;  // those of all batches, and how many of them blocks walk over together
   float scale, growth;   // scale: times log2(e)
   Window window;

@@ -56,8 +56,6 @@ inline Tiles tiles_of(const te_attention& task, int64_t rows, int64_t lists, int
           static_cast<int>(length)};
 }
 
-inline int words_of(const te_attention& task) { return static_cast<int>((task.keys + 63) / 64 * 2); }
-
 template <typename T, int Width, int Groups, Sight Seen, bool Drops>
 void forward_by(const te_attention& task) {
   using Sizes = ForwardSizes<Width, Groups>;
@@ -71,7 +69,8 @@ void forward_by(const te_attention& task) {
   given.keys = static_cast<int>(task.keys);
   given.width = static_cast<int>(task.width);
   given.tiles = static_cast<int>((task.queries + kQueries - 1) / kQueries);
-  given.words = words_of(task);
+  given.words = static_cast<int>(task.bit_words);
+  given.bit_queries = static_cast<int>(task.bit_queries);
   given.all_heads = static_cast<int>(task.batches * task.heads);
   const int units = multiprocessors(task.device);
   const bool walks = walking_pays(task, Width, units);
@@ -127,7 +126,8 @@ void backward(const te_attention& task) {
   given.width = width;
   given.tiles = static_cast<int>((task.keys + kKeys - 1) / kKeys);
   given.steps = static_cast<int>(steps);
-  given.words = words_of(task);
+  given.words = static_cast<int>(task.bit_words);
+  given.bit_queries = static_cast<int>(task.bit_queries);
   given.scale = task.scale * kLog2E;
   given.growth = task.growth;
   given.window = window_of(task);

@@ -146,11 +146,12 @@ typedef struct te_heads {
  *   p = softmax(scale * q k^T)        z = kept ? growth : 0        out = (p z) v        logsumexp of each row of logits
  *   ds = p (z (dout v^T) - sum(dout out)) scale      dq = ds k      dk = ds^T q      dv = (p z)^T dout
  *
- * bits: [batches * heads, 2 ceil(keys / 64), queries] words; of key 64 b + 8 j + 2 l + e (j < 8, l < 4, e < 2) bit
- * 16 (l % 2) + 8 e + j of word 2 b + l / 2. Null keeps every weight; growth must be 1 then, and heads a multiple of
- * key_heads: as many of queries in a row read the same keys and values. Otherwise there are as many of both. width: a
- * multiple of 8 up to 128. left, right: how many keys before its own place, and after it, a query sees; below 0 all. If not
- * all there are as many keys as queries, and bits only with right 0 and left below 0. Compute capability 9.0.
+ * bits: [batches * heads, bit_words, bit_queries] words, at least 2 ceil(keys / 64) of them for each of at least `queries`;
+ * of key 64 b + 8 j + 2 l + e (j < 8, l < 4, e < 2) bit 16 (l % 2) + 8 e + j of word 2 b + l / 2. Null keeps every weight;
+ * growth must be 1 then, and heads a multiple of key_heads: as many of queries in a row read the same keys and values.
+ * Otherwise there are as many of both. width: a multiple of 8 up to 128. left, right: how many keys before its own place, and
+ * after it, a query sees; below 0 all. If not all there are as many keys as queries, and bits only with right 0 and left
+ * below 0. Compute capability 9.0.
  *
  * mask: which keys a query sees, where left and right are below 0; null for all. In words of 32 bits, from the
  * lowest: forward those of keys, [mask_batches, queries, 4 ceil(keys / 128)], and backward those of queries, [mask_batches,
@@ -160,8 +161,9 @@ typedef struct te_heads {
  * of each twice its number, and one more if the mask must be read there, as it must be where a tile ends behind the last key.
  *
  * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * (w + 2) floats of
- * workspace, queries rounded up to a multiple of 64 and w, the width, to 64 or 128. With bits queries must be such a multiple and keys one of 128. It adds up dq in
- * the order in which blocks come: its last bits may differ from run to run. */
+ * workspace, queries rounded up to a multiple of 64 and w, the width, to 64 or 128. It reads bits by whole tiles: bit_words
+ * must be a multiple of 4, bit_queries of 64, and where no mask hides what is not there, queries such a multiple and keys one of
+ * 128. It adds up dq in the order in which blocks come: its last bits may differ from run to run. */
 typedef struct te_attention {
   int32_t device;
   te_dtype dtype; /* of q, k, v, out, grad, dq, dk and dv: TE_FLOAT16 or TE_BFLOAT16 */
@@ -170,6 +172,7 @@ typedef struct te_attention {
   float scale, growth;
   te_heads q, k, v;
   const uint32_t* bits;
+  int64_t bit_words, bit_queries;
   const uint32_t* mask;
   const int32_t* tiles;
   int64_t mask_batches;

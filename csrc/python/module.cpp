@@ -136,8 +136,9 @@ te_heads heads_of(Address x, const Strides& strides) {
 
 te_attention attention_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
                           float scale, float growth, Address q, const Strides& q_strides, Address k,
-                          const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address mask,
-                          Address tiles, int64_t mask_batches, Address out, Address logsumexp, Address stream) {
+                          const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
+                          const std::array<int64_t, 2>& bit_sizes, Address mask, Address tiles, int64_t mask_batches,
+                          Address out, Address logsumexp, Address stream) {
   te_attention task{};
   task.device = device;
   task.dtype = static_cast<te_dtype>(dtype);
@@ -155,6 +156,8 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
   task.k = heads_of(k, k_strides);
   task.v = heads_of(v, v_strides);
   task.bits = pointer<const uint32_t>(bits);
+  task.bit_words = bit_sizes[0];
+  task.bit_queries = bit_sizes[1];
   task.mask = pointer<const uint32_t>(mask);
   task.tiles = pointer<const int32_t>(tiles);
   task.mask_batches = mask_batches;
@@ -166,12 +169,13 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
 
 te_attention attention_backward_of(int device, int dtype, int64_t left, int64_t right, const std::array<int64_t, 6>& sizes,
                                    float scale, float growth, Address q, const Strides& q_strides, Address k,
-                                   const Strides& k_strides, Address v, const Strides& v_strides, Address bits, Address mask,
-                                   Address tiles, int64_t mask_batches, Address out, Address logsumexp, Address grad,
+                                   const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
+                                   const std::array<int64_t, 2>& bit_sizes, Address mask, Address tiles,
+                                   int64_t mask_batches, Address out, Address logsumexp, Address grad,
                                    const Strides& grad_strides, Address workspace, Address dq, Address dk, Address dv,
                                    Address stream) {
   te_attention task = attention_of(device, dtype, left, right, sizes, scale, growth, q, q_strides, k, k_strides, v,
-                                   v_strides, bits, mask, tiles, mask_batches, out, logsumexp, stream);
+                                   v_strides, bits, bit_sizes, mask, tiles, mask_batches, out, logsumexp, stream);
   task.grad = heads_of(grad, grad_strides);
   task.workspace = pointer<float>(workspace);
   task.dq = pointer<void>(dq);
@@ -387,7 +391,7 @@ namespace {
 constexpr py::call_guard<py::gil_scoped_release> unlocked{};
 
 void add_constants(py::module_& module) {
-  module.attr("INTERFACE") = 4;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
+  module.attr("INTERFACE") = 5;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
   module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
   module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
@@ -427,8 +431,8 @@ void add_quantizers(py::module_& module) {
 void add_attention(py::module_& module) {
   module.def("cuda_attention", &Attention::run, unlocked,
              "(device, dtype, left, right, (batches, heads, key_heads, queries, keys, width), scale, growth, q, strides, k, "
-             "strides, v, strides, bits, mask, tiles, mask_batches, out, logsumexp, stream); strides: of batch, row and "
-             "head");
+             "strides, v, strides, bits, (bit_words, bit_queries), mask, tiles, mask_batches, out, logsumexp, stream); strides: "
+             "of batch, row and head");
   module.def("cuda_attention_backward", &AttentionBackward::run, unlocked,
              "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
 }

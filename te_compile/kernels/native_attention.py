@@ -69,11 +69,6 @@ def check_dropout(target: Target, arguments: dict[str, Any]) -> None:
 def check_dropout_backward(target: Target, arguments: dict[str, Any]) -> None:
     """The same for :func:`backward` with bits; without them it takes what :func:`forward` does."""
     check_dropout(target, arguments)
-    check_whole_tiles(arguments)
-
-
-def check_whole_tiles(arguments: dict[str, Any]) -> None:
-    """Raise Unsupported for lengths at which :func:`backward` cannot read bits."""
     queries, keys = arguments["q"].shape[1], arguments["k"].shape[1]
     for name, length, multiple in (("queries", queries, QUERIES), ("keys", keys, KEYS)):
         if not isinstance(length, int) or length % multiple:
@@ -100,8 +95,9 @@ def _task(
     batch, queries, heads, width = q.shape
     sizes = (batch, heads, k.shape[2], queries, k.shape[1], width)
     operands = [part for x in (q, k, v) for part in (x, _strides(x))]
+    bit_sizes = (0, 0) if bits is None else tuple(bits.shape[1:])
     shown = (None, None, 1) if mask is None else (*mask, mask[0].shape[0])
-    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands, bits, *shown
+    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands, bits, bit_sizes, *shown
 
 
 def forward(
@@ -112,9 +108,10 @@ def forward(
 
     q: [B, Sq, H, D], k and v: [B, Sk, G, D], of one 16-bit dtype, H a multiple of G; at least one query and one key.
     Query i sees the keys from i - left to i + right, all on a side where that is below 0; other windows only where
-    Sq = Sk. bits: which weights are kept, and multiplied by ``growth`` (ops/dropout_bits.py), where G = H and no window
-    ends but with right = 0; None for all. mask: rows and row_tiles, where no window ends; a query that sees nothing
-    has 0 and a logsumexp of -∞ then. Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq].
+    Sq = Sk. bits: which weights are kept, and multiplied by ``growth`` (ops/dropout_bits.py), of Sq queries and Sk keys
+    or more, where G = H and no window ends but with right = 0; None for all. mask: rows and row_tiles, where no window
+    ends; a query that sees nothing has 0 and a logsumexp of -∞ then. Returns out: [B, Sq, H, D] contiguous, of that
+    dtype; logsumexp: fp32 [B, H, Sq].
     """
     batch, queries, heads, width = q.shape
     q, k, v = map(_in_place, (q, k, v))
@@ -133,7 +130,8 @@ def backward(
     left: int, right: int, scale: float, bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`forward`'s out, whose gradient is ``grad``: dq, dk and dv, in the shapes of q, k and v and
-    their dtype, contiguous. With bits Sq must be a multiple of 64, Sk of 128. mask: columns and column_tiles."""
+    their dtype, contiguous. bits: those of a multiple of 64 queries and of 128 keys, as Sq and Sk must be without a
+    mask. mask: columns and column_tiles."""
     grad, q, k, v = map(_in_place, (grad, q, k, v))
     out, logsumexp = out.contiguous(), logsumexp.contiguous()
     with on_device_of(q):

@@ -25,6 +25,7 @@ from te_compile.ops.attention_shapes import attended, gradients
 from te_compile.ops.dropout_bits import DROPOUT_BITS, growth_of, unpacked
 from te_compile.ops.fp8_attention import visible
 from te_compile.ops.library import define, define_composite
+from te_compile.ops.mask_tiles import tiles_of
 
 SEEDS = 2**62
 
@@ -38,8 +39,8 @@ def _weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def dropout_factors(bits: Tensor, like: Tensor, probability: float) -> Tensor:
-    """z, in the shape of the weights."""
-    return unpacked(bits, like.shape[3]).view(like.shape) * growth_of(probability)
+    """z, in the shape of the weights [B, H, Sq, Sk]. bits: of so many queries and keys, or more."""
+    return unpacked(bits, like.shape[3])[:, : like.shape[2]].view(like.shape) * growth_of(probability)
 
 
 def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,11 +133,17 @@ DROPOUT_ATTENTION_BACKWARD = define(
 )
 
 
-def drawn_bits(q: Tensor, k: Tensor, probability: float, causal: bool = False) -> Tensor:
-    """Bits for the weights of q: [B, Sq, H, D] and k: [B, Sk, H, D], by a seed that PyTorch's generator draws."""
+def drawn_bits(
+    q: Tensor, k: Tensor, probability: float, causal: bool = False, tile: tuple[int, int] = (1, 1)
+) -> Tensor:
+    """Bits for the weights of q: [B, Sq, H, D] and k: [B, Sk, H, D], by a seed that PyTorch's generator draws.
+
+    tile: draw for multiples of so many queries and keys.
+    """
     batch, queries, heads, _ = q.shape
+    drawn = [tiles_of(length, size) * size for length, size in zip((queries, k.shape[1]), tile, strict=True)]
     seed = torch.randint(SEEDS, (1,), device=q.device)
-    bits: Tensor = DROPOUT_BITS(seed, batch * heads, queries, k.shape[1], probability, causal)
+    bits: Tensor = DROPOUT_BITS(seed, batch * heads, *drawn, probability, causal)
     return bits
 
 

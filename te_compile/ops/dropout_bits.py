@@ -130,7 +130,7 @@ def _dropout_bits_fake(seed: Tensor, heads: int, queries: int, keys: int, *_: An
 
 
 DROPOUT_BITS = define(
-    "dropout_bits(Tensor seed, int heads, int queries, int keys, float probability, bool causal, "
+    "dropout_bits(Tensor seed, SymInt heads, SymInt queries, SymInt keys, float probability, bool causal, "
     'str implementation="reference") -> Tensor',
     _dropout_bits,
     _dropout_bits_fake,

@@ -25,7 +25,7 @@ from te_compile.ops import registry
 from te_compile.ops.attention_shapes import attended, gradients
 from te_compile.ops.dropout_attention import drawn_bits, dropout_factors
 from te_compile.ops.library import define, define_composite
-from te_compile.ops.mask_tiles import unpacked
+from te_compile.ops.mask_tiles import KEYS, STEP, unpacked
 from te_compile.ops.window_attention import grouped_heads, in_rows
 
 
@@ -47,8 +47,8 @@ def masked_attention_reference(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See the module. q: [B, Sq, H, D]; k, v: [B, Sk, G, D], H a multiple of G; of one dtype, any strides; rows and
-    row_tiles: as ``te::mask_tiles`` makes them, with M of 1 or B; bits: int32 [B · H, W, Sq], of a dropout of that
-    probability, None for none.
+    row_tiles: as ``te::mask_tiles`` makes them, with M of 1 or B; bits: int32, of a dropout of that probability, as
+    :func:`bits_of_tiles` draws them, None for none.
 
     Returns out: [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq], -∞ where nothing is seen.
     """
@@ -146,6 +146,12 @@ MASKED_ATTENTION_BACKWARD = define(
 )
 
 
+def bits_of_tiles(q: Tensor, k: Tensor, probability: float) -> Tensor:
+    """Which weights of q: [B, Sq, H, D] and k: [B, Sk, H, D] a dropout keeps, int32 [B · H, 4 · ⌈Sk / 128⌉,
+    64 · ⌈Sq / 64⌉]: the backward pass reads them by tiles, also of queries and keys that are not there."""
+    return drawn_bits(q, k, probability, tile=(STEP, KEYS))
+
+
 class _MaskedAttention(torch.autograd.Function):
     """The module's formulas, in operators of the joint graph; q, k and v are [B, S, H, D]."""
 
@@ -162,7 +168,7 @@ class _MaskedAttention(torch.autograd.Function):
         probability: float,
         scale: float,
     ) -> Tensor:
-        bits = drawn_bits(q, k, probability) if probability else None
+        bits = bits_of_tiles(q, k, probability) if probability else None
         out, logsumexp = MASKED_ATTENTION_FORWARD(q, k, v, rows, row_tiles, bits, probability, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp, columns, column_tiles, bits)
         ctx.constants = probability, scale

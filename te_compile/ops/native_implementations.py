@@ -150,14 +150,6 @@ def _check_masked_attention(target: Target, arguments: dict[str, Any]) -> None:
         check_dropout(target, arguments)
 
 
-def _check_masked_attention_backward(target: Target, arguments: dict[str, Any]) -> None:
-    from te_compile.kernels import native_attention
-
-    _check_masked_attention(target, arguments)
-    if arguments["probability"]:
-        native_attention.check_whole_tiles(arguments)
-
-
 @registry.register("masked_attention_forward", CUDA, priority=PRIORITY, check=_check_masked_attention)
 def masked_attention_forward(
     q: Tensor,
@@ -178,7 +170,7 @@ def masked_attention_forward(
     return kernel(q, k, v, *constants, mask=(rows, row_tiles))
 
 
-@registry.register("masked_attention_backward", CUDA, priority=PRIORITY, check=_check_masked_attention_backward)
+@registry.register("masked_attention_backward", CUDA, priority=PRIORITY, check=_check_masked_attention)
 def masked_attention_backward(
     grad: Tensor,
     q: Tensor,

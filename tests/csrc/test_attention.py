@@ -22,7 +22,8 @@ def arguments(**changed: Any) -> list[Any]:
         "device": 0, "dtype": core.BFLOAT16, "left": -1, "right": -1, "sizes": (2, 4, 4, 256, 256, 128), "scale": 0.1,
         "growth": 1.1,
         "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
-        "bits": ADDRESS, "mask": 0, "tiles": 0, "mask_batches": 1, "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
+        "bits": ADDRESS, "bit_sizes": (8, 256), "mask": 0, "tiles": 0, "mask_batches": 1, "out": ADDRESS,
+        "logsumexp": ADDRESS, "stream": 0,
     }  # fmt: skip
     assert changed.keys() <= given.keys()
     return list({**given, **changed}.values())
@@ -40,6 +41,8 @@ def arguments(**changed: Any) -> list[Any]:
         ({"sizes": (2, 4, 0, 256, 256, 128), "bits": 0, "growth": 1.0}, "heads must be a multiple of key_heads"),
         ({"sizes": (2, 4, 2, 256, 256, 128)}, "each head must have keys of its own"),
         ({"bits": 0}, "where none is dropped growth must be 1"),
+        ({"bit_sizes": (7, 256)}, "bits must be those of all keys and queries"),
+        ({"bit_sizes": (8, 255)}, "bits must be those of all keys and queries"),
         ({"left": 5}, "weights are dropped from all keys, from causal ones, or under a mask"),
         ({"right": 5}, "weights are dropped from all keys, from causal ones, or under a mask"),
         ({**MASKED, "tiles": 0}, "a mask has tiles, and is aligned to 16 bytes"),
@@ -62,6 +65,25 @@ def test_bad_requests_are_said(changed: dict[str, Any], reason: str) -> None:
         native.module().cuda_attention(*arguments(**changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"bit_sizes": (10, 256)}, "bits must be those of a multiple of 64 queries and of 128 keys"),
+        ({"bit_sizes": (8, 260)}, "bits must be those of a multiple of 64 queries and of 128 keys"),
+        ({"sizes": (2, 4, 4, 256, 250, 128)}, "dropped without a mask queries must be a multiple of 64, keys of 128"),
+        ({"sizes": (2, 4, 4, 250, 256, 128)}, "dropped without a mask queries must be a multiple of 64, keys of 128"),
+        ({"sizes": (2, 4, 4, 250, 250, 128), "mask": ADDRESS, "tiles": ADDRESS}, "grad must be aligned"),
+    ],
+)
+def test_bits_are_read_by_whole_tiles_backward(changed: dict[str, Any], reason: str) -> None:
+    """Under a mask lengths may be any: the last request is sound but for its gradient."""
+    *given, stream = arguments(**changed)
+    behind = (0, STRIDES, ADDRESS, ADDRESS, ADDRESS, ADDRESS, stream)  # the gradient, workspace, dq, dk, dv
+    with pytest.raises(ValueError, match=reason):
+        native.module().cuda_attention_backward(*given, *behind)
+
+
 def test_more_tiles_than_blocks_are_unsupported() -> None:
     with pytest.raises(native.module().Unsupported, match="more tiles than a launch has blocks"):
-        native.module().cuda_attention(*arguments(sizes=(2**20, 2**10, 2**10, 2**10, 2**10, 128)))
+        given = {"sizes": (2**20, 2**10, 2**10, 2**10, 2**10, 128), "bit_sizes": (2**5, 2**10)}
+        native.module().cuda_attention(*arguments(**given))

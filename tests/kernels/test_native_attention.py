@@ -122,7 +122,7 @@ def masked(
         (HOPPER, masked(width=128, dtype=torch.float16), "cuda", "cuda"),
         (HOPPER, masked(length=197), "cuda", "cuda"),
         (HOPPER, masked(probability=0.1), "cuda", "cuda"),
-        (HOPPER, masked(length=197, probability=0.1), "cuda", "reference"),
+        (HOPPER, masked(length=197, probability=0.1), "cuda", "cuda"),
         (HOPPER, masked(probability=1e-9), "reference", "reference"),
         (HOPPER, masked(width=40), "cuda", "cuda"),
         (HOPPER, masked(width=32), "reference", "reference"),
