@@ -5,9 +5,9 @@ operands and writing their FP8 copies, and for the launches of the kernels that 
 step have a fixed price, which does not shrink with the tensors: below some size the GPU waits for the host, and what
 FP8 saves on the device is lost. ``step_cost`` weighs the two.
 
-All constants but one were measured on an H200 by ``python -m benchmarks.constants``, which measures them on the machine
-at hand and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only has to
-find the sign.
+All constants but three were measured on an H200 by ``python -m benchmarks.constants``, which measures them on the
+machine at hand and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only
+has to find the sign.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from te_compile.kernels.tiles import alone
 BF16_FLOPS_PER_MICROSECOND = 688e6
 FP8_FLOPS_PER_MICROSECOND = 1320e6
 ATTENTION_FLOPS_PER_MICROSECOND = 429e6
+DROPOUT_ATTENTION_FLOPS_PER_MICROSECOND = 180e6
+LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND = 50e6
+"""Of kernels that draw or read bits, and of the one that has a gradient for a bias: by what attention takes in ``python
+-m benchmarks.survey --only roberta --only "bert, padded" --only t5 --only beit --kernels 20``."""
 BYTES_PER_MICROSECOND = 3.4e6
 LAUNCH_MICROSECONDS = 2.5
 KEPT_COPIES_MICROSECONDS = 16.0
@@ -146,10 +150,19 @@ def around_microseconds(tokens: int, in_features: int, out_features: int, *, tra
     return 2 * 2.0 * tokens * (in_features + out_features) * (3 if training else 1) / BYTES_PER_MICROSECOND
 
 
-def attention_microseconds(heads: int, queries: int, keys: int, width: int, *, causal: bool, training: bool) -> float:
+def attention_microseconds(
+    heads: int,
+    queries: int,
+    keys: int,
+    width: int,
+    flops_per_microsecond: float = ATTENTION_FLOPS_PER_MICROSECOND,
+    *,
+    causal: bool,
+    training: bool,
+) -> float:
     """The device's time for scaled dot products of ``heads`` heads, those of all sequences together."""
     flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
-    return flops * (3.5 if training else 1.0) / ATTENTION_FLOPS_PER_MICROSECOND
+    return flops * (3.5 if training else 1.0) / flops_per_microsecond
 
 
 def scores_microseconds(scores: int, *, training: bool) -> float:

@@ -24,10 +24,12 @@ from typing import Any
 from torch import Tensor
 from torch._inductor import config, list_mode_options
 from torch._ops import HigherOrderOperator
+from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes import speed
-from te_compile.passes.captured_nodes import argument, size_hint, value_of
+from te_compile.passes.captured_nodes import argument, called, size_hint, value_of
+from te_compile.passes.efficient_attention import bias_learns
 from te_compile.passes.input_readers import gain_of, products_of, readers_of_inputs
 from te_compile.passes.launches import launches_of
 from te_compile.passes.plan import Attention, Plan, Site
@@ -87,7 +89,18 @@ def _attention_time(attention: Attention, training: bool) -> float:
     if attention.kernel == "window":
         left, right = attention.node.args[3:5]
         keys = min(keys, int(left) + 1 + int(right))  # type: ignore[arg-type]  # numbers, by the operator's schema
-    return speed.attention_microseconds(heads, queries, keys, width, causal=causal, training=training)
+    rate = _attention_rate(attention.node)
+    return speed.attention_microseconds(heads, queries, keys, width, rate, causal=causal, training=training)
+
+
+def _attention_rate(node: Node) -> float:
+    """FLOPs a microsecond of the kernel that an attention will have."""
+    if called(node) == "scaled_dot_product_attention":
+        if bias_learns(value_of(argument(node, 3, "attn_mask"))):
+            return speed.LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND
+        if argument(node, 4, "dropout_p", 0.0):
+            return speed.DROPOUT_ATTENTION_FLOPS_PER_MICROSECOND
+    return speed.ATTENTION_FLOPS_PER_MICROSECOND
 
 
 def _time_spelled_out(attention: Attention, training: bool) -> float:

@@ -230,6 +230,25 @@ def test_attention_counts_as_time_of_the_device(causal: bool) -> None:
     assert high_precision_step(plan, True).device == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("learns", "dropout", "rate"),
+    [
+        (True, 0.1, speed.LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND),
+        (False, 0.1, speed.DROPOUT_ATTENTION_FLOPS_PER_MICROSECOND),
+        (False, 0.0, speed.ATTENTION_FLOPS_PER_MICROSECOND),
+    ],
+)
+def test_attention_takes_the_time_of_the_kernel_that_it_will_have(learns: bool, dropout: float, rate: float) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+
+    q, k, v = (torch.randn(2, 4, 32, 16, requires_grad=True) for _ in range(3))
+    gm, _ = captured(attend, q, k, v, torch.randn(1, 4, 32, 32, requires_grad=learns))
+    plan = Plan()
+    find_attentions(*regions_of(gm), plan)
+    assert high_precision_step(plan, True).device == pytest.approx(3.5 * 4 * (2 * 4) * 32 * 32 * 16 / rate)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_attention_that_stays_counts_as_moving_its_scores(training: bool) -> None:
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
