@@ -34,12 +34,14 @@ class Operands:
 def drawn(sizes: Sizes, device: str, dtype: torch.dtype, packed: bool = False, shift: float = 0.0) -> Operands:
     """Random operands; ``packed``: q, k and v as views of what one projection writes, where they are as long.
 
-    shift: added to the queries, and taken from the keys, so that all scores are far below 0.
+    shift: added to the queries, and taken from the keys, so that all scores are far below 0, and about as far: where
+    one key had all the weight, queries would have no gradient to compare.
     """
     of_queries = (sizes.batch, sizes.queries, sizes.heads, sizes.width)
     of_keys = (sizes.batch, sizes.keys, sizes.heads, sizes.width)
     q, k, v, grad = (torch.randn(shape, device=device) for shape in (of_queries, of_keys, of_keys, of_queries))
-    q, k = q + shift, k - shift
+    if shift:
+        q, k = (x - x.mean(3, keepdim=True) + sign * shift for x, sign in ((q, 1), (k, -1)))
     if packed:
         q, k, v = torch.stack([q, k, v], 3).to(dtype).unbind(3)
     return Operands(q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype))

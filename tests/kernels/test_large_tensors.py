@@ -82,7 +82,8 @@ def test_norm_of_rows_far_apart(columnwise: bool) -> None:
     task = Norm(weight, bias, 1e-5, "layer"), Wanted(SCALE, E4M3, True, columnwise, True, RULE)
     got = norm.norm_quantize(x, *task, False)
     wanted = norm_quantize_reference(x.contiguous(), *task)
-    assert same(got[1], wanted[1]) and same(got[2], wanted[2])
+    for one, other in zip(got[1:3], wanted[1:3], strict=True):  # what is next to the mean may be a zero of either sign
+        assert torch.equal(one.float(), other.float())
 
 
 def test_norm_backward_of_rows_far_apart() -> None:
