@@ -33,7 +33,7 @@ from te_compile.kernels.recording import STREAM, Step, here
 from te_compile.ops import calibration
 
 MOST_KINDS = 1024  # of calls of one operator; beyond it all are forgotten, as shapes seem to be new each time
-MOST_TRIES = 16  # calls of one place that were not replayed, after which it no longer asks
+MOST_TRIES = 16  # calls of one place that could not be replayed, after which it no longer asks
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _aten = torch.ops.aten
 _LAUNCH_NOTHING = {  # and make no memory
@@ -215,6 +215,11 @@ class Replayed:
         """What tells calls apart; its last part, whether a scale may be missing, another thread may change any time."""
         return (*form, device, calibration.pending())
 
+    def may_be_replayed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Is a call on these tensors replayed now, if those of its kind can be?"""
+        tensors, _, _ = self._read(arguments, named)
+        return _device_for_replays(tensors) >= 0
+
     def binding(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Binding | None:
         """How calls like this one are replayed, if they are."""
         tensors, addresses, form = self._read(arguments, named)
@@ -350,7 +355,10 @@ class Site:
             return self.operator.function(*arguments, **named)
         results = self.operator(*arguments, **named)
         self.binding = self.operator.binding(arguments, named)
-        self.tries = self.tries + 1 if self.binding is None else 0
+        if self.binding is not None:
+            self.tries = 0
+        elif self.operator.may_be_replayed(arguments, named):  # else for a while: a profiler may look on
+            self.tries += 1
         if self.place is not None:
             player.bind(self.place, self.binding, len(arguments), len(named))
             look = looked_at.look

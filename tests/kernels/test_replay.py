@@ -457,6 +457,18 @@ def test_a_place_that_never_replays_stops_asking(core: Core, monkeypatch: pytest
     assert len(asked) == replay.MOST_TRIES
 
 
+def test_a_place_replays_again_once_nobody_looks_on(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_waiting", set())
+    operator = Operator(core)
+    site, x = Replayed("axpy", operator).site(), torch.randn(4)
+    assert calls_run(operator, lambda: site(x, None, 3.0)) == 2
+    with monkeypatch.context() as watched:
+        watched.setattr(replay, "_device_for_replays", lambda tensors: -1)
+        for _ in range(2 * replay.MOST_TRIES):
+            torch.testing.assert_close(site(x, None, 3.0)[0], 3 * x)
+    assert calls_run(operator, lambda: site(x, None, 3.0)) == 0 and site.bound
+
+
 def test_a_place_with_operands_in_a_list_and_by_name(core: Core) -> None:
     def joined(pieces: list[Tensor], factor: float, *, last: Tensor | None = None) -> list[Tensor]:
         given = [*pieces] if last is None else [*pieces, last]
