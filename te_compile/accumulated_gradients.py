@@ -39,7 +39,7 @@ def gradient_to_add_to(
     ``device``, or None: then the backward returns a gradient. Whoever changes it must say so by :func:`added_to`.
     """
     node = torch._C._current_autograd_node()
-    if node is None or not _is_on_usual_stream(device):
+    if node is None:
         return None
     asked = _asked_by(node)
     if len(asked.leaves) != inputs or type(leaf := asked.leaves[place][0]).__name__ != _LEAF:
@@ -49,7 +49,8 @@ def gradient_to_add_to(
     gradient = parameter.grad if type(parameter) in _PLAIN and parameter.requires_grad else None
     if gradient is None or not _fits(gradient, size, dtype, device):  # as a rule there is none: first what is cheap
         return None
-    return gradient if asked.may_add() and _is_reached(leaf) and not _is_watched(leaf, parameter) else None
+    may_add = _is_on_usual_stream(device) and asked.may_add()
+    return gradient if may_add and _is_reached(leaf) and not _is_watched(leaf, parameter) else None
 
 
 def added_to(gradient: Tensor) -> None:
