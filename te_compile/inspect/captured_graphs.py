@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import CompilationMetrics, counters
 from torch.fx import GraphModule, Node
 
 from te_compile.backend import te_fp8
 from te_compile.compilers import only_traced
 from te_compile.flat_parameters import parameter_of
+from te_compile.inspect.failed_frames import failed_frames
 from te_compile.inspect.target import fresh, undisturbed
 from te_compile.passes import manager
 from te_compile.passes.manager import Compilation
@@ -89,7 +90,9 @@ class Look:
         with ExitStack() as stack:
             args, kwargs = stack.enter_context(undisturbed(target, backend, args, kwargs, self.changed))
             counters["graph_break"].clear()
-            stack.callback(self._keep_reasons)
+            failed: list[CompilationMetrics] = []
+            stack.callback(self._keep_reasons, failed)
+            stack.enter_context(failed_frames(failed))
             hook = register_bytecode_hook(self._accept)
             stack.callback(hook.remove)
             torch.compile(fresh(target), backend=backend)(*args, **kwargs)
@@ -111,8 +114,11 @@ class Look:
             text = next(iter(new))
         return _gist(text) + (f", at {_place(reason.user_stack[-1])}" if reason.user_stack else "")
 
-    def _keep_reasons(self) -> None:
+    def _keep_reasons(self, failed: list[CompilationMetrics]) -> None:
         located = [each.ended_by for each in self.captured if each.ended_by]
+        for text in map(_given_up, failed):
+            if not any(each.startswith(text) for each in located):
+                located.append(text)
         self.breaks.update(dict.fromkeys(located))
         for gist in map(_gist, counters["graph_break"]):
             if not any(each.startswith(gist) for each in located):
@@ -120,7 +126,7 @@ class Look:
 
 
 def _gist(reason: str) -> str:
-    """The explanation in a reason of Dynamo's, and the setting of Dynamo's that would change it, if there is one.
+    """The explanation in a reason of Dynamo's, with the exception it met and the setting of its that would change it.
 
     The rest is a headline that says less, and advice in general.
     """
@@ -129,7 +135,8 @@ def _gist(reason: str) -> str:
         return "a branch on the value of a tensor"
     explained = next(_said(others, "Explanation:"), first)
     setting = next((hint for hint in _said(others, "Hint:") if "torch._dynamo.config." in hint), "")
-    return explained + (f" (Dynamo's hint: {setting})" if setting else "")
+    raised = next(_said(others, "Developer debug context: raised exception"), "")
+    return explained + (f": {raised}" if raised else "") + (f" (Dynamo's hint: {setting})" if setting else "")
 
 
 def _said(lines: list[str], what: str) -> Iterator[str]:
@@ -139,11 +146,21 @@ def _said(lines: list[str], what: str) -> Iterator[str]:
             yield said
 
 
+def _given_up(frame: CompilationMetrics) -> str:
+    """Why Dynamo gave up on a function as a whole, and where in what it calls that is."""
+    where = frame.fail_user_frame_filename
+    return _gist(frame.fail_reason or "") + (f", at {_short(where)}:{frame.fail_user_frame_lineno}" if where else "")
+
+
 def _place(frame: FrameSummary) -> str:
     """``transformers/models/gpt2/modeling_gpt2.py:700 in forward``."""
-    file = frame.filename.rpartition("site-packages/")[2]
-    file = str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
-    return f"{file}:{frame.lineno} in {frame.name}"
+    return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+
+
+def _short(file: str) -> str:
+    """Where ``file`` is in its package, or from here."""
+    file = file.rpartition("site-packages/")[2]
+    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _placeholders_of(site: Site) -> set[str]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import get_compilation_metrics
 
 import te_compile
 
@@ -62,6 +63,36 @@ def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> No
     assert any(note.endswith("if this call runs them at all: fc") for note in report.notes)
     assert not any("porj" in note for note in report.notes), "nothing was looked at"
     assert any("disable" in reason for reason in report.breaks)
+
+
+class Known(nn.Linear):
+    """With a forward that is not torch.nn's, which Dynamo captures for itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Shunned(nn.Module):
+    """It raises where it is traced, so that Dynamo gives up on it and begins anew with what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Known(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        if torch.compiler.is_compiling():
+            raise AttributeError("shape")
+        return y
+
+
+def test_a_function_that_dynamo_gave_up_on_as_a_whole_is_a_break_with_a_place() -> None:
+    tried = get_compilation_metrics()
+    report = te_compile.explain(Shunned(), torch.randn(16, 16), options=QUICK)
+    assert [row.name for row in report.rows] == ["first"]
+    (reason,) = report.breaks
+    assert "AttributeError('shape'), at " in reason and "test_passed_over.py:" in reason
+    assert get_compilation_metrics() == tried, "what Dynamo remembers of others' compilations stays"
 
 
 class Experts(nn.Module):
