@@ -27,6 +27,8 @@ from te_compile.flat_parameters import parameter_of
 from te_compile.inspect.failed_frames import failed_frames
 from te_compile.inspect.target import fresh, undisturbed
 from te_compile.passes import manager
+from te_compile.passes.captured_nodes import argument
+from te_compile.passes.linear_convolutions import is_convolution
 from te_compile.passes.manager import Compilation
 from te_compile.passes.plan import Site
 
@@ -37,6 +39,7 @@ class CapturedGraph:
 
     compilation: Compilation
     ended_by: str
+    convolved: frozenset[str] = frozenset()  # the placeholders that weights of convolutions are made from
     runs: list[dict[str, nn.Parameter]] = field(default_factory=list)  # the parameters of each run by placeholder
 
     def parameters(self) -> list[dict[str, nn.Parameter]]:
@@ -50,8 +53,11 @@ class CapturedGraph:
         yield from (parameter for run in self.parameters() for parameter in run.values())
 
     def multiplied(self) -> Iterator[nn.Parameter]:
-        """The parameters of all runs that a product reads, or may read where the passes do not say which it is of."""
-        read = {name for site in self.compilation.plan.sites for name in _placeholders_of(site)}
+        """The parameters of all runs that a product reads, or may read where the passes do not say which it is of.
+
+        A convolution is one, too: some models convolve with the weight of a linear, of which no site may come.
+        """
+        read = self.convolved.union(*map(_placeholders_of, self.compilation.plan.sites))
         for run in self.parameters():
             yield from (parameter for name, parameter in run.items() if name in read)
 
@@ -70,10 +76,11 @@ class Look:
 
     def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take the graph through te_fp8, remember what happened and run it as it is."""
+        convolved = _placeholders_behind([argument(n, 1, "weight") for n in gm.graph.nodes if is_convolution(n)])
         with manager.recording() as compilations, only_traced():
             te_fp8(gm, example_inputs, options=self.options)
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        captured = CapturedGraph(compilations[-1], self._ended_by(gm))
+        captured = CapturedGraph(compilations[-1], self._ended_by(gm), convolved)
         self._pending.append(captured)
 
         def run(*args: Any) -> Any:
@@ -161,6 +168,17 @@ def _short(file: str) -> str:
     """Where ``file`` is in its package, or from here."""
     file = file.rpartition("site-packages/")[2]
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def _placeholders_behind(nodes: list[Node]) -> frozenset[str]:
+    """The inputs of the graph that ``nodes`` are, or are made from."""
+    waiting, seen = [*nodes], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return frozenset(node.name for node in seen if node.op == "placeholder")
 
 
 def _placeholders_of(site: Site) -> set[str]:

@@ -65,6 +65,23 @@ def test_what_stands_in_no_captured_graph_is_named_even_if_there_is_none() -> No
     assert any("disable" in reason for reason in report.breaks)
 
 
+class Dilated(nn.Module):
+    """A layer of a time-delay network: a linear over frames that lie apart, run as the convolution that it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Linear(3 * 16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.kernel.weight.view(32, 3, 16).transpose(1, 2)
+        return F.conv1d(x, weight, self.kernel.bias, dilation=2)
+
+
+def test_a_linear_that_the_model_convolves_with_is_captured() -> None:
+    report = te_compile.explain(Dilated(), torch.randn(2, 16, 48), options=QUICK)
+    assert not report.rows and not report.breaks and not report.notes
+
+
 class Known(nn.Linear):
     """With a forward that is not torch.nn's, which Dynamo captures for itself."""
 
