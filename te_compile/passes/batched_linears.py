@@ -25,7 +25,8 @@ from te_compile.passes.weight_expressions import Weights
 from te_compile.passes.writing import Writer
 
 MOST_EXPERTS = 64  # that are written out as linears of their own
-_PRODUCTS = {torch.bmm, torch.baddbmm, torch.matmul, torch.linalg.matmul, operator.matmul, "bmm", "baddbmm", "matmul"}
+PLAIN_PRODUCTS = {torch.bmm, torch.matmul, torch.linalg.matmul, operator.matmul, "bmm", "matmul"}
+_PRODUCTS = {torch.baddbmm, "baddbmm", *PLAIN_PRODUCTS}
 
 
 def is_batched_product(node: Node) -> bool:

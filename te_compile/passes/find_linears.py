@@ -25,6 +25,7 @@ from te_compile.flat_parameters import parameter_of
 from te_compile.passes.attention_scores import same_sizes
 from te_compile.passes.batched_einsums import batched_einsum_site
 from te_compile.passes.batched_linears import batched_site, is_batched_product
+from te_compile.passes.broadcast_products import broadcast_site, is_plain_product
 from te_compile.passes.captured_nodes import argument, called, is_tensor, rows_of, size_hint, value_of
 from te_compile.passes.einsum_letters import adds_nothing_up, is_einsum
 from te_compile.passes.enclosing_module import enclosing_module
@@ -214,6 +215,7 @@ _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Si
     (_is_matrix_product, _matmul_site),
     (_is_matrix_product, left_site),
     (is_batched_product, batched_site),
+    (is_plain_product, broadcast_site),
     (is_grouped_product, grouped_site),
     (is_einsum, einsum_site),
     (is_einsum, batched_einsum_site),

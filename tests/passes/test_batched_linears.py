@@ -114,9 +114,9 @@ def test_experts_that_stay_in_high_precision_stay_one_product() -> None:
     (
         lambda x, w, b: torch.baddbmm(b, x, w, beta=0),
         lambda x, w, b: torch.matmul(x[0], w),
-        lambda x, w, b: torch.matmul(x.unsqueeze(0), w),
+        lambda x, w, b: torch.matmul(x.unsqueeze(1), w),
     ),
-    ids=("addend not read", "one matrix for all", "another batch"),
+    ids=("addend not read", "one matrix for all", "each x for all matrices"),
 )
 def test_other_batches_are_reported_and_left(function: Callable[..., Tensor]) -> None:
     site = only_site(Experts(function, EXPERTS, 32, 48), torch.randn(EXPERTS, 7, 32))
