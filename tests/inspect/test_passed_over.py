@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -108,7 +109,8 @@ def test_a_function_that_dynamo_gave_up_on_as_a_whole_is_a_break_with_a_place() 
     report = te_compile.explain(Shunned(), torch.randn(16, 16), options=QUICK)
     assert [row.name for row in report.rows] == ["first"]
     (reason,) = report.breaks
-    assert "AttributeError('shape'), at " in reason and "test_passed_over.py:" in reason
+    # PyTorch 2.11 spells the exception's argument as Dynamo sees it.
+    assert re.search(r"AttributeError\(.*'shape'.*\), at .*test_passed_over\.py:\d", reason)
     assert get_compilation_metrics() == tried, "what Dynamo remembers of others' compilations stays"
 
 
