@@ -11,7 +11,7 @@ namespace {
 
 using namespace attention;
 
-constexpr int64_t kQueriesOfStep = 64, kKeysOfTile = 128, kWordsOfTile = 4;  // of the backward pass
+constexpr int64_t kQueriesOfStep = 64, kWordsOfTile = 4;  // of the backward pass
 
 void check(const te_heads& x, const char* name) {
   const bool aligned = reinterpret_cast<uintptr_t>(x.x) % 16 == 0;
@@ -21,12 +21,23 @@ void check(const te_heads& x, const char* name) {
           (what + " must be aligned to 16 bytes, its strides positive multiples of 8").c_str());
 }
 
+void check_bias(const te_attention& task) {
+  require(task.tiles == nullptr && task.left < 0 && task.right < 0,
+          "te_cuda_attention: with a bias there is no window, and no mask but in the bias");
+  require(reinterpret_cast<uintptr_t>(task.bias) % 16 == 0 && task.bias_row >= task.keys && task.bias_row % 8 == 0,
+          "te_cuda_attention: a bias must be aligned to 16 bytes, its rows a multiple of 8 of at least as many as keys");
+  require((task.bias_batches == 1 || task.bias_batches == task.batches) &&
+              (task.bias_heads == 1 || task.bias_heads == task.heads),
+          "te_cuda_attention: there must be a bias for each batch, or one for all, and for each head, or one for all");
+}
+
 void check(const te_attention& task) {
   require(task.batches > 0 && task.heads > 0 && task.queries > 0 && task.keys > 0,
           "te_cuda_attention: there must be a query and a key");
   require(task.width > 0 && task.width % 8 == 0 && task.width <= kWide,
           "te_cuda_attention: heads must have a multiple of 8 features, up to 128");
-  require(sight_of(task) == Sight::kAll || sight_of(task) == Sight::kTiles || task.queries == task.keys,
+  const bool is_by_place = sight_of(task) == Sight::kCausal || sight_of(task) == Sight::kWindow;
+  require(!is_by_place || task.queries == task.keys,
           "te_cuda_attention: causal, or in a window, with other keys than queries");
   require(task.dtype == TE_FLOAT16 || task.dtype == TE_BFLOAT16,
           "te_cuda_attention: q, k and v must be TE_FLOAT16 or TE_BFLOAT16");
@@ -45,6 +56,7 @@ void check(const te_attention& task) {
           "te_cuda_attention: under a mask there is no window");
   require(task.tiles == nullptr || task.mask_batches == 1 || task.mask_batches == task.batches,
           "te_cuda_attention: there must be a mask for each batch, or one for all");
+  if (task.bias != nullptr) check_bias(task);
   require(task.out != nullptr && task.logsumexp != nullptr, "te_cuda_attention: out or logsumexp is null");
   check(task.q, "q");
   check(task.k, "k");
@@ -58,9 +70,10 @@ void check(const te_attention& task) {
 void check_backward(const te_attention& task) {
   require(task.bits == nullptr || (task.bit_queries % kQueriesOfStep == 0 && task.bit_words % kWordsOfTile == 0),
           "te_cuda_attention_backward: bits must be those of a multiple of 64 queries and of 128 keys");
-  require(task.bits == nullptr || task.tiles != nullptr ||
-              (task.queries % kQueriesOfStep == 0 && task.keys % kKeysOfTile == 0),
-          "te_cuda_attention_backward: where weights are dropped without a mask queries must be a multiple of 64, keys of 128");
+  require(task.ds == nullptr || (task.bias != nullptr && reinterpret_cast<uintptr_t>(task.ds) % 16 == 0 &&
+                                 task.ds_row >= task.queries && task.ds_row % 8 == 0),
+          "te_cuda_attention_backward: ds is of a bias, aligned to 16 bytes, its rows a multiple of 8 of at least as many as "
+          "queries");
   check(task.grad, "grad");
   require(reinterpret_cast<uintptr_t>(task.out) % 16 == 0,
           "te_cuda_attention_backward: out must be aligned to 16 bytes");

@@ -11,6 +11,8 @@
 // from run to run. They lie there as registers do, so that each group adds its half in one piece; a last launch sorts and
 // rounds them. Programs of a head begin at different queries, so that few add to the same place at a time. Where all keys of a
 // head are in one block, its dq is whole, and written as it is to be.
+// A bias comes with its step, turned over on its way to registers; its gradient is ds, which lies in shared memory for products
+// already, a row for each key, and is written from there.
 //
 // Where lengths are no multiples of tiles, copies bring zeros, queries that are not there have an infinite sum, which
 // leaves no weights, as those that see nothing do, and keys that are not there are hidden.
@@ -23,8 +25,22 @@
 namespace te_compile::attention {
 
 struct BackwardMaps {
-  const CUtensorMap &q, &k, &v, &grad;
+  const CUtensorMap &q, &k, &v, &grad, &bias;
 };
+
+template <int Width, Sight Seen, bool Drops>
+__device__ __forceinline__ void ask_for_bias(const Backward& task, const CUtensorMap& map,
+                                             const BackwardMemory<Width>& memory, const Walk<Seen, Drops>& walk, int head,
+                                             int step, int count) {
+  constexpr int kStages = BackwardSizes<Width>::kBiasStages, kBias = BackwardSizes<Width>::kBias;
+  const int stage = count % kStages;
+  barrier_wait(memory.bias_empty + 8 * stage, (count / kStages & 1) ^ 1);
+  barrier_expect(memory.bias_full + 8 * stage, kBias);
+  for (int c = 0; c < 2; ++c) {
+    copy_box(memory.bias + stage * kBias + c * kStepBlock, &map, memory.bias_full + 8 * stage, walk.tile * kKeys + 64 * c,
+             step * kStep, head * task.bias.head, walk.batch * task.bias.batch);
+  }
+}
 
 /// One thread of a block has all copied that the block reads: its keys, and the steps of each head, as far ahead as there
 /// are stages.
@@ -62,6 +78,7 @@ __device__ __forceinline__ void ask(const Backward& task, const BackwardMaps& ma
       copy_box(memory.grads + stage * kStepBytes + c * kStepBlock, &maps.grad, barrier, 64 * c, step * kStep, head, walk.batch);
     }
     copy_bytes(extra + kNumbers, task.shifts + at, kNumbers, barrier);
+    if (Seen == Sight::kBiased) ask_for_bias(task, maps.bias, memory, walk, head, step, count);
   }
 }
 
@@ -156,9 +173,17 @@ __device__ __forceinline__ void load_shown(uint2 (&shown)[2], const uint32_t* co
 /// they are, and `is_cut` that a mask hides some.
 template <typename T, int Width, Sight Seen, bool Drops>
 __device__ __forceinline__ void weigh(Keys<T, Width, Seen, Drops>& mine, const Backward& task, const Walk<Seen, Drops>& walk,
-                                      OfQueries<float, BackwardSizes<Width>::kRoomy>& sums, int step, bool cut, bool is_cut,
-                                      const uint2 (&shown)[2]) {
-  mine.weigh(sums, task.scale);
+                                      OfQueries<float, BackwardSizes<Width>::kRoomy>& sums, const BackwardMemory<Width>& memory,
+                                      int count, int step, bool cut, bool is_cut, const uint2 (&shown)[2]) {
+  if constexpr (Seen == Sight::kBiased) {
+    constexpr int kStages = BackwardSizes<Width>::kBiasStages;
+    const int stage = count % kStages;
+    barrier_wait(memory.bias_full + 8 * stage, count / kStages & 1);
+    mine.weigh(sums, task.scale, memory.bias + stage * BackwardSizes<Width>::kBias);
+    barrier_arrive(memory.bias_empty + 8 * stage);
+  } else {
+    mine.weigh(sums, task.scale);
+  }
   if (cut || walk.ends_in_tile) mine.mask(task, walk.tile * kKeys, step * kStep);
   if (is_cut) mine.mask_shown(shown);
 }
@@ -240,8 +265,7 @@ __device__ __forceinline__ void write(Keys<T, Width, Seen, Drops>& mine, T* dk, 
   for (int h = 0; h < 2; ++h) {
     const int key = walk.tile * kKeys + mine.group * 64 + row + 8 * h;
     const int64_t at = ((int64_t{walk.batch} * task.keys + key) * walk.key_heads + walk.key_head) * task.width;
-    const bool is_there = (Drops && Seen != Sight::kTiles) || key < task.keys;
-    const int width = is_there ? task.width : 0;
+    const int width = key < task.keys ? task.width : 0;
     mine.write(dk + at, mine.dk, h, task.factor, width);
     mine.write(dv + at, mine.dv, h, task.growth, width);
   }
@@ -250,8 +274,8 @@ __device__ __forceinline__ void write(Keys<T, Width, Seen, Drops>& mine, T* dk, 
 /// What a warp group does: dk and dv of its 64 keys, and half of dq. dq lags by a step, for it needs the ds of both groups. The
 /// last of a step's products, for dk, is left to the next step, which waits for it with its scores.
 template <typename T, int Width, Sight Seen, bool Drops>
-__device__ __forceinline__ void work(T* dk, T* dv, const Backward& task, const BackwardMemory<Width>& memory,
-                                     const Walk<Seen, Drops>& walk, int group) {
+__device__ __forceinline__ void work(T* dk, T* dv, const CUtensorMap& ds, const Backward& task,
+                                     const BackwardMemory<Width>& memory, const Walk<Seen, Drops>& walk, int group) {
   using Sizes = BackwardSizes<Width>;
   using Mine = Keys<T, Width, Seen, Drops>;
   constexpr int kStages = Sizes::kStages, kStepBytes = Sizes::kStepBytes;
@@ -264,7 +288,7 @@ __device__ __forceinline__ void work(T* dk, T* dv, const Backward& task, const B
   if (Seen == Sight::kTiles) find_shown(shown_rows, task, walk, mine.group, row);
   barrier_wait(memory.keys_full, 0);
   const int count_of_all = walk.steps * task.shared;
-  int place = walk.start, left = walk.steps;
+  int place = walk.start, left = walk.steps, head = walk.first_head;
 #pragma unroll 1
   for (int count = 0; count < count_of_all; ++count) {
     const int number = walk.step_at(place);
@@ -283,7 +307,7 @@ __device__ __forceinline__ void work(T* dk, T* dv, const Backward& task, const B
     const bool cut = Seen == Sight::kCausal
                          ? number < walk.first + kKeys / kStep
                          : Seen == Sight::kWindow && task.window.cuts(walk.tile * kKeys, kKeys, number * kStep, kStep);
-    weigh(mine, task, walk, sums, number, cut, is_cut, shown);
+    weigh(mine, task, walk, sums, memory, count, number, cut, is_cut, shown);
     typename Mine::Words words(columns + (2 + 2 * mine.group + mine.lane / 16) * kNumbers);
     [[maybe_unused]] const int known = mine.round(words);
     if (count == 0 && mine.group == 0) tell(kHeadStart, 256);
@@ -297,12 +321,17 @@ __device__ __forceinline__ void work(T* dk, T* dv, const Backward& task, const B
     tell(kDsThere + 2 * mine.group + step.parity, 256);
     meet(kGroupMeets + mine.group, 128);
     if (count > 0) place_of_dq.add(task, my_staged, mine.thread);
+    if (Seen == Sight::kBiased && task.wants_ds && mine.thread == 0) {
+      write_box(&ds, memory.ds + step.parity * kDs + mine.group * 64 * 128, number * kStep,
+                walk.tile * kKeys + mine.group * 64, head, walk.batch);
+    }
     products_begin();
     mine.ask_for_dk(memory.ds + step.parity * kDs, step.queries, count > 0);
     place_of_dq.pass(task, number);
     place = walk.following(place);
     if (--left == 0) {
       left = walk.steps;
+      ++head;
       place_of_dq.here += place_of_dq.of_head;
     }
   }
@@ -314,7 +343,8 @@ __device__ __forceinline__ void work(T* dk, T* dv, const Backward& task, const B
 template <typename T, int Width, Sight Seen, bool Drops>
 __global__ void __launch_bounds__(384, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-                    const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad, T* dk, T* dv,
+                    const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
+                    const __grid_constant__ CUtensorMap bias, const __grid_constant__ CUtensorMap ds, T* dk, T* dv,
                     const Backward task) {
   extern __shared__ unsigned char shared[];
   const BackwardMemory<Width> memory(shared);
@@ -325,12 +355,12 @@ __global__ void __launch_bounds__(384, 1)
   if (group == 0) {
     fewer_registers<24>();
     if (threadIdx.x != 0) return;
-    ask(task, {q, k, v, grad}, memory, walk);
+    ask(task, {q, k, v, grad, bias}, memory, walk);
     return;
   }
 
   more_registers<240>();
-  work(dk, dv, task, memory, walk, group - 1);
+  work(dk, dv, ds, task, memory, walk, group - 1);
 }
 
 }  // namespace te_compile::attention

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_backward_task.cuh"
+#include "attention_bias.cuh"
 
 namespace te_compile::attention {
 
@@ -103,6 +104,25 @@ struct Keys {
     }
   }
 
+  /// The same with what a bias adds, of which `step` has 64 columns for each group's keys.
+  __device__ __forceinline__ void weigh(Numbers& sums, float scale, uint32_t step) {
+    const uint32_t row = lane / 16 * 8 + lane % 8, column = thread / 32 * 2 + lane / 8 % 2;
+    const uint32_t from = step + group * kStepBlock + row * 128 + (column ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < kStep / 8; j += 2) {
+      uint32_t two[4];  // of queries 8 j and 8 j + 8, of both keys
+      load_transposes(two, from + j * 1024);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* sum = sums.of(j + i / 2);
+        const float2 added = both(two[i], static_cast<const T*>(nullptr));
+        float* const x = scores + 4 * j + 2 * i;
+        x[0] = exp2_fast(fmaf(x[0], scale, fmaf(added.x, kLog2E, -sum[0])));
+        x[1] = exp2_fast(fmaf(x[1], scale, fmaf(added.y, kLog2E, -sum[1])));
+      }
+    }
+  }
+
   /// No weights for keys that their query does not see, or that are not there.
   __device__ __forceinline__ void mask(const Backward& task, int first_key, int first_query) {
     const int key = first_key + group * 64 + thread / 32 * 16 + lane / 4, query = first_query + 2 * (lane % 4);
@@ -111,7 +131,7 @@ struct Keys {
       const int this_key = key + 8 * (i % 4 / 2), this_query = query + 8 * (i / 4) + i % 2;
       const bool hidden = Seen == Sight::kCausal ? this_key > this_query
                                                  : Seen == Sight::kWindow && task.window.hides(this_key, this_query);
-      if (hidden || (!Drops && this_key >= task.keys)) scores[i] = 0;
+      if (hidden || this_key >= task.keys) scores[i] = 0;
     }
   }
 

@@ -21,6 +21,8 @@ struct BackwardSizes {
   static constexpr int kStages = kRoomy ? 4 : 2;  // steps under way
   static constexpr int kDq = kStep * Width / 2;   // numbers of one group's dq
   static constexpr int kBytes = 1024 + 2 * kTile + kStages * (2 * kStepBytes + kExtras) + 2 * kDs + 2 * kDq * 4 + 256;
+  // Of a bias, if there is one: of a step, the steps under way, and of all these.
+  static constexpr int kBias = 2 * kStepBlock, kBiasStages = kRoomy ? kStages : 1, kBiasBytes = 1024 + kBiasStages * kBias;
 };
 // Every thread that reads numbers says itself that they may be overwritten: one for its warp would do, as they have met
 // before, but racecheck follows no order from one thread by way of a second one to a third.
@@ -38,6 +40,8 @@ struct Backward {
   float scale, growth, factor;  // scale: times log2(e)
   Window window;
   Tiles mask;
+  OwnBias bias;
+  bool wants_ds;  // of a bias
 };
 
 /// Where things lie in a block's shared memory. Barriers say that its keys have come, that a step has, and that all who read
@@ -45,7 +49,7 @@ struct Backward {
 template <int Width>
 struct BackwardMemory {
   using Sizes = BackwardSizes<Width>;
-  uint32_t keys, values, queries, grads, ds, staged, extras, keys_full, full, empty;
+  uint32_t keys, values, queries, grads, ds, staged, extras, keys_full, full, empty, bias_full, bias_empty, bias;
 
   __device__ __forceinline__ explicit BackwardMemory(const void* shared) {
     keys = (shared_address(shared) + 1023) & ~1023u;
@@ -58,6 +62,9 @@ struct BackwardMemory {
     keys_full = extras + Sizes::kStages * kExtras;
     full = keys_full + 8;
     empty = full + 8 * Sizes::kStages;
+    bias_full = empty + 8 * Sizes::kStages;
+    bias_empty = bias_full + 8 * Sizes::kBiasStages;
+    bias = (bias_empty + 8 * Sizes::kBiasStages + 1023) & ~1023u;  // if there is one
   }
 
   /// By all threads of a block.
@@ -67,6 +74,10 @@ struct BackwardMemory {
       for (int stage = 0; stage < Sizes::kStages; ++stage) {
         barrier_make(full + 8 * stage, 1);
         barrier_make(empty + 8 * stage, kReaders);
+      }
+      for (int stage = 0; stage < Sizes::kBiasStages; ++stage) {
+        barrier_make(bias_full + 8 * stage, 1);
+        barrier_make(bias_empty + 8 * stage, kReaders);
       }
       barriers_made();
     }
@@ -80,7 +91,7 @@ template <Sight Seen, bool Drops>
 struct Walk {
   int tile, batch, key_heads, key_head, first_head;  // first_head: of queries
   int first = 0, end, steps, start;
-  bool ends_in_tile;  // are some keys not there? A mask shows none of them, and where weights are dropped without one all are there
+  bool ends_in_tile;  // are some keys not there? A mask shows none of them
   const int32_t* list;
 
   __device__ __forceinline__ explicit Walk(const Backward& task) {
@@ -89,7 +100,7 @@ struct Walk {
     key_heads = task.heads / task.shared;
     batch = key_index / key_heads;
     key_head = key_index % key_heads;
-    ends_in_tile = !Drops && Seen != Sight::kTiles && (tile + 1) * kKeys > task.keys;
+    ends_in_tile = Seen != Sight::kTiles && (tile + 1) * kKeys > task.keys;
     list = Seen == Sight::kTiles ? task.mask.list(batch, tile) : nullptr;
     end = Seen == Sight::kTiles ? __ldg(list) : task.steps;
     if (Seen == Sight::kCausal) first = tile * (kKeys / kStep);

@@ -15,8 +15,22 @@
 namespace te_compile::attention {
 
 struct ForwardMaps {
-  const CUtensorMap &q, &k, &v;
+  const CUtensorMap &q, &k, &v, &bias;
 };
+
+template <int Width, int Groups, Sight Seen>
+__device__ __forceinline__ void ask_for_bias(const Forward& task, const CUtensorMap& map,
+                                             const ForwardMemory<Width, Groups>& memory, const Item<64 * Groups, Seen>& item,
+                                             int key, int count) {
+  using Bias = ForwardBias<Width, Groups>;
+  const int stage = count % Bias::kStages;
+  barrier_wait(memory.bias_empty + 8 * stage, (count / Bias::kStages & 1) ^ 1);
+  barrier_expect(memory.bias_full + 8 * stage, Bias::kTile);
+  for (int c = 0; c < 2; ++c) {
+    copy_box(memory.bias + stage * Bias::kTile + c * (Bias::kTile / 2), &map, memory.bias_full + 8 * stage, key + 64 * c,
+             item.tile * 64 * Groups, item.head * task.bias.head, item.batch * task.bias.batch);
+  }
+}
 
 /// One thread of a block has all copied that the block's items read, as far ahead as there is room.
 template <int Width, int Groups, Sight Seen>
@@ -43,6 +57,7 @@ __device__ __forceinline__ void ask(const Forward& task, const ForwardMaps& maps
         copy_box(memory.keys + stage * kTile + c * kBlock, &maps.k, memory.keys_full + 8 * stage, 64 * c, row, key_head,
                  item.batch);
       }
+      if (Seen == Sight::kBiased) ask_for_bias(task, maps.bias, memory, item, row, count);
       barrier_wait(memory.values_empty + 8 * stage, parity ^ 1);
       barrier_expect(memory.values_full + 8 * stage, kTile);
       for (int c = 0; c < Width / 64; ++c) {
@@ -56,7 +71,8 @@ __device__ __forceinline__ void ask(const Forward& task, const ForwardMaps& maps
 template <typename T, int Width, int Groups, Sight Seen, bool Drops>
 __global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-                   const __grid_constant__ CUtensorMap v, T* out, const Forward task) {
+                   const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap bias, T* out,
+                   const Forward task) {
   using Sizes = ForwardSizes<Width, Groups>;
   constexpr int kQueries = Sizes::kQueries, kStages = Sizes::kStages;
   static_assert(Seen != Sight::kTiles || kQueries == 128, "lists of tiles are of 128 queries");
@@ -69,7 +85,7 @@ __global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
   if (group == 0) {
     fewer_registers<Sizes::kFewer>();
     if (threadIdx.x != 0) return;
-    ask<Width, Groups, Seen>(task, {q, k, v}, memory, items, turn);
+    ask<Width, Groups, Seen>(task, {q, k, v, bias}, memory, items, turn);
     return;
   }
 
@@ -91,7 +107,7 @@ __global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
     if (item.is_cut_at(begin)) mine.load_shown(item.tile_at(begin));
     int stage = count % kStages;
     barrier_wait(memory.queries_full + 8 * place, turn / kItems & 1);
-    mine.take_first(task, memory, item, begin, my_queries, count, stage);
+    mine.take_first(task, memory, item, begin, my_queries, group - 1, count, stage);
 #pragma unroll 1
     for (int step = begin + 1; step < item.steps; ++step) {
       const int before = stage, before_parity = count / kStages & 1;
@@ -100,7 +116,7 @@ __global__ void __launch_bounds__(ForwardSizes<Width, Groups>::kThreads, 1)
       const bool is_cut = item.is_cut_at(step);
       if (Drops) mine.load_words(task, item.tile_at(step));
       if (is_cut) mine.load_shown(item.tile_at(step));
-      mine.take(task, memory, item, step, is_cut, step > begin + 1, my_queries, first_row, count, stage, before,
+      mine.take(task, memory, item, step, is_cut, step > begin + 1, my_queries, group - 1, first_row, count, stage, before,
                 before_parity);
     }
     if (first_lane) barrier_arrive(memory.queries_empty + 8 * place);

@@ -1,6 +1,7 @@
 // One thread's part of what a warp group of attention_forward.cuh makes of its 64 queries and of 128 keys at a time.
 #pragma once
 
+#include "attention_bias.cuh"
 #include "attention_forward_task.cuh"
 
 namespace te_compile::attention {
@@ -85,8 +86,33 @@ struct Rows {
     }
   }
 
+  /// What a bias adds to the scores of a tile, which are multiplied by `scale` with that: not by log2(e) as well, by which the
+  /// lowest numbers of 16 bits would become infinite. The tile is that of this group's queries.
+  template <int Groups>
+  __device__ __forceinline__ void add_bias(const ForwardMemory<Width, Groups>& memory, int group, int count, float scale) {
+    using Bias = ForwardBias<Width, Groups>;
+    const int stage = count % Bias::kStages;
+    barrier_wait(memory.bias_full + 8 * stage, count / Bias::kStages & 1);
+    const uint32_t tile = memory.bias + stage * Bias::kTile + group * 64 * 128;
+    const uint32_t from = tile + (threadIdx.x % 128 / 32 * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < kScores / 4; j += 2) {
+      uint32_t two[4];  // of columns 8 j and 8 j + 8, of both rows
+      load_matrices(two, (from ^ (j % 8 * 16)) + j / 8 * (Bias::kTile / 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 added = both(two[i], static_cast<const T*>(nullptr));
+        float* const x = scores + 4 * j + 2 * i;
+        x[0] = fmaf(x[0], scale, added.x);
+        x[1] = fmaf(x[1], scale, added.y);
+      }
+    }
+    barrier_arrive(memory.bias_empty + 8 * stage);  // every reader, as racecheck follows no order by way of another thread
+  }
+
   /// Scores become weights, by the largest so far; `shrink` is for what was summed by a smaller one.
   __device__ __forceinline__ void weigh(float scale) {
+    constexpr bool kBiased = Seen == Sight::kBiased;  // scores are what they are to be, but for log2(e)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float largest = -INFINITY;
@@ -94,16 +120,17 @@ struct Rows {
       for (int i = 0; i < kScores / 2; ++i) largest = fmaxf(largest, scores[4 * (i / 2) + 2 * h + i % 2]);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float now = fmaxf(top[h], largest * scale);
+      const float now = fmaxf(top[h], kBiased ? largest : largest * scale);
       // A row may see nothing of the first tiles, whose weights are to be 0 and no difference of infinities.
-      const float base = (Seen == Sight::kWindow || Seen == Sight::kTiles) && now == -INFINITY ? 0.f : now;
-      shrink[h] = exp2_fast(top[h] - base);
+      const bool sees_nothing = (Seen == Sight::kWindow || Seen == Sight::kTiles || kBiased) && now == -INFINITY;
+      const float base = sees_nothing ? 0.f : now;
+      shrink[h] = exp2_fast(kBiased ? (top[h] - base) * kLog2E : top[h] - base);
       top[h] = now;
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& x = scores[4 * (i / 2) + 2 * h + i % 2];
-        x = exp2_fast(fmaf(x, scale, -base));
+        x = exp2_fast(kBiased ? (x - base) * kLog2E : fmaf(x, scale, -base));
         sum += x;
       }
       total[h] = total[h] * shrink[h] + sum;
@@ -134,8 +161,8 @@ struct Rows {
   /// Makes weights of the first tile that these queries see of an item.
   template <int Groups, int Queries>
   __device__ __forceinline__ void take_first(const Forward& task, const ForwardMemory<Width, Groups>& memory,
-                                             const Item<Queries, Seen>& item, int step, uint32_t queries, int count,
-                                             int stage) {
+                                             const Item<Queries, Seen>& item, int step, uint32_t queries, int group,
+                                             int count, int stage) {
     using Sizes = ForwardSizes<Width, Groups>;
     barrier_wait(memory.keys_full + 8 * stage, count / Sizes::kStages & 1);
     products_begin();
@@ -143,9 +170,10 @@ struct Rows {
     products_wait<0>();
     arrived(scores);
     if (lane == 0) barrier_arrive(memory.keys_empty + 8 * stage);
+    if (Seen == Sight::kBiased) add_bias(memory, group, count, task.scale);
     if (Seen == Sight::kTiles) {
       if (item.is_cut_at(0)) mask_shown();
-    } else if (Seen != Sight::kAll || task.keys % kKeys != 0) {
+    } else if ((Seen != Sight::kAll && Seen != Sight::kBiased) || task.keys % kKeys != 0) {
       mask(task, item.last_tile - step);
     }
     weigh(task.scale);
@@ -157,7 +185,7 @@ struct Rows {
   template <int Groups, int Queries>
   __device__ __forceinline__ void take(const Forward& task, const ForwardMemory<Width, Groups>& memory,
                                        const Item<Queries, Seen>& item, int step, bool is_cut, bool more, uint32_t queries,
-                                       int first_row, int count, int stage, int before, int before_parity) {
+                                       int group, int first_row, int count, int stage, int before, int before_parity) {
     using Sizes = ForwardSizes<Width, Groups>;
     barrier_wait(memory.keys_full + 8 * stage, count / Sizes::kStages & 1);
     products_begin();
@@ -168,6 +196,7 @@ struct Rows {
     products_wait<1>();
     arrived(scores);
     if (lane == 0) barrier_arrive(memory.keys_empty + 8 * stage);
+    if (Seen == Sight::kBiased) add_bias(memory, group, count, task.scale);
     if (Seen == Sight::kWindow && task.window.cuts((item.last_tile - step) * kKeys, kKeys, first_row, 64)) {
       mask(task, item.last_tile - step);
     }
@@ -186,10 +215,12 @@ struct Rows {
     float sum = total[h];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const float factor = Seen == Sight::kTiles && sum == 0 ? 0.f : task.growth / sum;  // a row may see nothing
+    constexpr bool kBiased = Seen == Sight::kBiased;
+    const float factor = (Seen == Sight::kTiles || kBiased) && sum == 0 ? 0.f : task.growth / sum;  // a row may see nothing
     const int this_row = row + 8 * h;
     if (lane % 4 == 0 && this_row < task.queries) {
-      task.logsumexp[int64_t{index} * task.queries + this_row] = (top[h] + __log2f(sum)) * kLn2;
+      const float sees = kBiased ? fmaf(__log2f(sum), kLn2, top[h]) : (top[h] + __log2f(sum)) * kLn2;
+      task.logsumexp[int64_t{index} * task.queries + this_row] = kBiased && top[h] < kLowest ? -INFINITY : sees;
     }
     return factor;
   }

@@ -10,7 +10,7 @@ namespace te_compile::attention {
 
 constexpr int kKeys = 128;           // of a tile
 constexpr int kBlock = kKeys * 128;  // bytes; 64 columns of a tile are one block after the other
-constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
 
 /// Of blocks for heads of so many features, 64 or 128; narrower ones end in zeros.
 template <int Width, int Groups>
@@ -49,14 +49,20 @@ struct Window {
   __device__ __forceinline__ bool hides(int key, int query) const { return key > query + right || key < query - left; }
 };
 
+/// Has a bias a matrix for each batch, and for each head? 1 if so, 0 if they share it.
+struct OwnBias {
+  int batch, head;
+};
+
 struct Forward {
   const uint32_t* bits;  // [heads, words, bit_queries], if weights are dropped
   float* logsumexp;      // [heads, queries]
   int heads, shared, queries, keys, width, tiles, words, bit_queries;  // shared: how many heads of queries read one of keys
   int all_heads, chunk;  // those of all batches, and how many of them blocks walk over together
-  float scale, growth;   // scale: times log2(e)
+  float scale, growth;   // scale: times log2(e), but with a bias
   Window window;
   Tiles mask;
+  OwnBias bias;
 };
 
 /// Some queries of one head, and the tiles of keys that they see, from the last to the first.
@@ -99,12 +105,19 @@ struct Item {
 
 constexpr int kItems = 2;  // of which queries are under way
 
+/// Tiles of a bias: two blocks of 64 columns, of which so many tiles are under way.
+template <int Width, int Groups>
+struct ForwardBias {
+  static constexpr int kTile = 2 * 64 * Groups * 128, kStages = Width > 64 ? 1 : 2, kBytes = 1024 + kStages * kTile;
+};
+
 /// Where things lie in a block's shared memory: the queries of two items, and stages of keys and of values. Of each of them
 /// a barrier says that it has come, and one that it may be written.
 template <int Width, int Groups>
 struct ForwardMemory {
   using Sizes = ForwardSizes<Width, Groups>;
-  uint32_t queries, keys, values, queries_full, queries_empty, keys_full, keys_empty, values_full, values_empty;
+  uint32_t queries, keys, values, queries_full, queries_empty, keys_full, keys_empty, values_full, values_empty, bias_full,
+      bias_empty, bias;
 
   __device__ __forceinline__ explicit ForwardMemory(const void* shared) {
     queries = (shared_address(shared) + 1023) & ~1023u;
@@ -116,6 +129,9 @@ struct ForwardMemory {
     keys_empty = keys_full + 8 * Sizes::kStages;
     values_full = keys_empty + 8 * Sizes::kStages;
     values_empty = values_full + 8 * Sizes::kStages;
+    bias_full = values_empty + 8 * Sizes::kStages;
+    bias_empty = bias_full + 8 * ForwardBias<Width, Groups>::kStages;
+    bias = (bias_empty + 8 * ForwardBias<Width, Groups>::kStages + 1023) & ~1023u;  // if there is one
   }
 
   /// By all threads of a block.
@@ -131,6 +147,10 @@ struct ForwardMemory {
         barrier_make(keys_empty + 8 * stage, kWarps);
         barrier_make(values_full + 8 * stage, 1);
         barrier_make(values_empty + 8 * stage, kWarps);
+      }
+      for (int stage = 0; stage < ForwardBias<Width, Groups>::kStages; ++stage) {
+        barrier_make(bias_full + 8 * stage, 1);
+        barrier_make(bias_empty + 8 * stage, 32 * kWarps);
       }
       barriers_made();
     }

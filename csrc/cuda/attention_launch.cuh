@@ -11,7 +11,9 @@
 
 namespace te_compile::attention {
 
-constexpr float kLog2E = 1.4426950408889634f;
+inline CUtensorMapDataType sixteen_bits(const te_attention& task) {
+  return task.dtype == TE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
 
 /// What copy_box needs to know of [batch, length, head, width], for boxes of so many rows and 64 columns.
 inline CUtensorMap map_of(const te_attention& task, const te_heads& x, int64_t length, int64_t heads, int rows) {
@@ -20,9 +22,32 @@ inline CUtensorMap map_of(const te_attention& task, const te_heads& x, int64_t l
   const cuuint64_t bytes[] = {static_cast<cuuint64_t>(2 * x.row), static_cast<cuuint64_t>(2 * x.head),
                               static_cast<cuuint64_t>(2 * x.batch)};
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1};
-  const auto type = task.dtype == TE_BFLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return tensor_map<4>(kName, type, x.x, sizes, bytes, box);
+  return tensor_map<4>(kName, sixteen_bits(task), x.x, sizes, bytes, box);
 }
+
+/// What copy_box needs to know of a bias, for boxes of so many rows and 64 columns.
+inline CUtensorMap map_of_bias(const te_attention& task, int rows) {
+  const int64_t row = 2 * task.bias_row, head = task.queries * row;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(task.keys), static_cast<cuuint64_t>(task.queries),
+                              static_cast<cuuint64_t>(task.bias_heads), static_cast<cuuint64_t>(task.bias_batches)};
+  const cuuint64_t bytes[] = {static_cast<cuuint64_t>(row), static_cast<cuuint64_t>(head),
+                              static_cast<cuuint64_t>(task.bias_heads * head)};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  return tensor_map<4>(kName, sixteen_bits(task), task.bias, sizes, bytes, box);
+}
+
+/// And write_box of its gradient, for boxes of 64 keys and 64 queries.
+inline CUtensorMap map_of_ds(const te_attention& task) {
+  const int64_t row = 2 * task.ds_row, head = task.keys * row;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(task.queries), static_cast<cuuint64_t>(task.keys),
+                              static_cast<cuuint64_t>(task.heads), static_cast<cuuint64_t>(task.batches)};
+  const cuuint64_t bytes[] = {static_cast<cuuint64_t>(row), static_cast<cuuint64_t>(head),
+                              static_cast<cuuint64_t>(task.heads * head)};
+  const cuuint32_t box[] = {kStep, 64, 1, 1};
+  return tensor_map<4>(kName, sixteen_bits(task), task.ds, sizes, bytes, box);
+}
+
+inline OwnBias own_bias_of(const te_attention& task) { return {task.bias_batches > 1, task.bias_heads > 1}; }
 
 /// Should each multiprocessor have one block, which walks over all queries of some heads, one after the other, and loads
 /// the next while it computes? With few queries a head blocks begin and end so often that it pays. As many heads' keys and
@@ -31,7 +56,7 @@ inline CUtensorMap map_of(const te_attention& task, const te_heads& x, int64_t l
 /// 1024 of 128 features, all of which are seen, 1.14, on an H200.
 inline bool walking_pays(const te_attention& task, int width, int units) {
   const int64_t heads = std::min(task.batches * task.key_heads, units / (task.heads / task.key_heads) + 1);
-  const int64_t most = sight_of(task) == Sight::kAll ? 40 : 72;
+  const int64_t most = sight_of(task) == Sight::kAll || sight_of(task) == Sight::kBiased ? 40 : 72;
   return heads * task.keys * width * 4 <= (most << 20);
 }
 
@@ -75,23 +100,27 @@ void forward_by(const te_attention& task) {
   const int units = multiprocessors(task.device);
   const bool walks = walking_pays(task, Width, units);
   given.chunk = walks ? units : 1;
-  given.scale = task.scale * kLog2E;
+  constexpr bool kBiased = Seen == Sight::kBiased;
+  given.scale = kBiased ? task.scale : task.scale * kLog2E;
   given.growth = task.growth;
   given.window = window_of(task);
+  given.bias = own_bias_of(task);
   given.mask = tiles_of(task, task.queries, given.tiles, (task.keys + kKeys - 1) / kKeys, 4);
   const auto kernel = forward_kernel<T, Width, Groups, Seen, Drops>;
-  allow_shared_memory(kernel, Sizes::kBytes, task.device, kName);
+  constexpr int kBytes = Sizes::kBytes + (kBiased ? ForwardBias<Width, Groups>::kBytes : 0);
+  allow_shared_memory(kernel, kBytes, task.device, kName);
   const int items = given.tiles * given.all_heads;
   const auto blocks = static_cast<unsigned>(walks ? std::min(items, units) : items);
-  kernel<<<blocks, Sizes::kThreads, Sizes::kBytes, static_cast<cudaStream_t>(task.stream)>>>(
+  kernel<<<blocks, Sizes::kThreads, kBytes, static_cast<cudaStream_t>(task.stream)>>>(
       map_of(task, task.q, task.queries, task.heads, kQueries), map_of(task, task.k, task.keys, task.key_heads, kKeys),
-      map_of(task, task.v, task.keys, task.key_heads, kKeys), static_cast<T*>(task.out), given);
+      map_of(task, task.v, task.keys, task.key_heads, kKeys), kBiased ? map_of_bias(task, kQueries) : CUtensorMap{},
+      static_cast<T*>(task.out), given);
   check_cuda(cudaGetLastError(), "te_cuda_attention: launch");
 }
 
 template <typename T, int Width, Sight Seen, bool Drops>
 void forward(const te_attention& task) {
-  if constexpr (Width == 64 && Seen != Sight::kTiles) {
+  if constexpr (Width == 64 && Seen != Sight::kTiles && Seen != Sight::kBiased) {
     if (three_groups_pay(task)) return forward_by<T, Width, 3, Seen, Drops>(task);
   }
   forward_by<T, Width, 2, Seen, Drops>(task);
@@ -131,15 +160,20 @@ void backward(const te_attention& task) {
   given.scale = task.scale * kLog2E;
   given.growth = task.growth;
   given.window = window_of(task);
+  constexpr bool kBiased = Seen == Sight::kBiased;
+  given.bias = own_bias_of(task);
+  given.wants_ds = kBiased && task.ds != nullptr;
   given.mask = tiles_of(task, task.keys, given.tiles, steps, 2);
   given.factor = task.scale;
   const auto kernel = backward_kernel<T, Width, Seen, Drops>;
-  allow_shared_memory(kernel, Sizes::kBytes, task.device, kName);
+  constexpr int kBytes = Sizes::kBytes + (kBiased ? Sizes::kBiasBytes : 0);
+  allow_shared_memory(kernel, kBytes, task.device, kName);
   const auto blocks = static_cast<unsigned>(given.tiles * task.batches * task.key_heads);
-  kernel<<<blocks, 384, Sizes::kBytes, stream>>>(
+  kernel<<<blocks, 384, kBytes, stream>>>(
       map_of(task, task.q, task.queries, task.heads, kStep), map_of(task, task.k, task.keys, task.key_heads, kKeys),
       map_of(task, task.v, task.keys, task.key_heads, kKeys),
-      map_of(task, task.grad, task.queries, task.heads, kStep), static_cast<T*>(task.dk), static_cast<T*>(task.dv), given);
+      map_of(task, task.grad, task.queries, task.heads, kStep), kBiased ? map_of_bias(task, kStep) : CUtensorMap{},
+      given.wants_ds ? map_of_ds(task) : CUtensorMap{}, static_cast<T*>(task.dk), static_cast<T*>(task.dv), given);
   check_cuda(cudaGetLastError(), "te_cuda_attention_backward: launch");
 
   if (is_whole) return;
@@ -165,6 +199,7 @@ void by_kind(const te_attention& task, Run run) {
     case Sight::kCausal: return drops ? by_type(Kind<Sight::kCausal, true>()) : by_type(Kind<Sight::kCausal, false>());
     case Sight::kWindow: return by_type(Kind<Sight::kWindow, false>());
     case Sight::kTiles: return drops ? by_type(Kind<Sight::kTiles, true>()) : by_type(Kind<Sight::kTiles, false>());
+    case Sight::kBiased: return drops ? by_type(Kind<Sight::kBiased, true>()) : by_type(Kind<Sight::kBiased, false>());
   }
 }
 

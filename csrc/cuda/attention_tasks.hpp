@@ -8,10 +8,12 @@ namespace te_compile::attention {
 constexpr const char* kName = "te_cuda_attention";
 constexpr int kNarrow = 64, kWide = 128;  // features; narrower heads end in zeros
 
-/// Which keys a query sees: all, none that come after it, those of a window around it, or those that a mask shows.
-enum class Sight { kAll, kCausal, kWindow, kTiles };
+/// Which keys a query sees: all, none that come after it, those of a window around it, those that a mask shows, or all with a
+/// bias that is added to their scores.
+enum class Sight { kAll, kCausal, kWindow, kTiles, kBiased };
 
 inline Sight sight_of(const te_attention& task) {
+  if (task.bias != nullptr) return Sight::kBiased;
   if (task.tiles != nullptr) return Sight::kTiles;
   if (task.left >= 0) return Sight::kWindow;
   return task.right > 0 ? Sight::kWindow : task.right == 0 ? Sight::kCausal : Sight::kAll;

@@ -46,6 +46,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+/// Writes a box of shared memory, as copy_box would bring it, but for what lies past the tensor's ends. The thread waits as for
+/// add_bytes.
+__device__ __forceinline__ void write_box(const CUtensorMap* map, uint32_t from, int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
 /// Copies a box that begins at [row, column] to the same place in every block of the cluster that `blocks` has a bit for,
 /// and tells the barrier of each.
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,

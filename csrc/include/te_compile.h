@@ -160,10 +160,16 @@ typedef struct te_heads {
  * each 128 keys, of 64 queries, [mask_batches, ceil(keys / 128), 1 + ceil(queries / 64)]: how many follow, at least one, and
  * of each twice its number, and one more if the mask must be read there, as it must be where a tile ends behind the last key.
  *
+ * bias: [bias_batches, bias_heads, queries, bias_row], what is added to scale * q k^T before the softmax, of the operands'
+ * dtype; null for nothing. bias_batches is 1 or batches, bias_heads 1 or heads, and bias_row at least keys, a multiple of 8.
+ * With one there is no mask, and left and right are below 0. A query all of whose scores are
+ * below -1e30 has a logsumexp of minus infinity and no gradients. Backward ds, if it is not null, becomes the gradient of what
+ * is added, [batches, heads, keys, ds_row], of the operands' dtype: ds without scale. ds_row is at least queries, a multiple
+ * of 8; what lies behind the last query is left alone.
+ *
  * The backward pass reads what the forward pass wrote, and overwrites batches * heads * queries * (w + 2) floats of
  * workspace, queries rounded up to a multiple of 64 and w, the width, to 64 or 128. It reads bits by whole tiles: bit_words
- * must be a multiple of 4, bit_queries of 64, and where no mask hides what is not there, queries such a multiple and keys one of
- * 128. It adds up dq in the order in which blocks come: its last bits may differ from run to run. */
+ * must be a multiple of 4, bit_queries of 64. It adds up dq in the order in which blocks come: its last bits may differ from run to run. */
 typedef struct te_attention {
   int32_t device;
   te_dtype dtype; /* of q, k, v, out, grad, dq, dk and dv: TE_FLOAT16 or TE_BFLOAT16 */
@@ -176,11 +182,15 @@ typedef struct te_attention {
   const uint32_t* mask;
   const int32_t* tiles;
   int64_t mask_batches;
+  const void* bias;
+  int64_t bias_batches, bias_heads, bias_row;
   void* out;        /* [batches, queries, heads, width], contiguous, as dq; dk and dv: [batches, keys, key_heads, width] */
   float* logsumexp; /* [batches, heads, queries] */
   te_heads grad;    /* of out; this and what follows is for the backward pass */
   float* workspace;
   void *dq, *dk, *dv;
+  void* ds;
+  int64_t ds_row;
   void* stream;
 } te_attention;
 

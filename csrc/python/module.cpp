@@ -138,7 +138,8 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
                           float scale, float growth, Address q, const Strides& q_strides, Address k,
                           const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
                           const std::array<int64_t, 2>& bit_sizes, Address mask, Address tiles, int64_t mask_batches,
-                          Address out, Address logsumexp, Address stream) {
+                          Address bias, const std::array<int64_t, 3>& bias_sizes, Address out, Address logsumexp,
+                          Address stream) {
   te_attention task{};
   task.device = device;
   task.dtype = static_cast<te_dtype>(dtype);
@@ -161,6 +162,10 @@ te_attention attention_of(int device, int dtype, int64_t left, int64_t right, co
   task.mask = pointer<const uint32_t>(mask);
   task.tiles = pointer<const int32_t>(tiles);
   task.mask_batches = mask_batches;
+  task.bias = pointer<const void>(bias);
+  task.bias_batches = bias_sizes[0];
+  task.bias_heads = bias_sizes[1];
+  task.bias_row = bias_sizes[2];
   task.out = pointer<void>(out);
   task.logsumexp = pointer<float>(logsumexp);
   task.stream = pointer<void>(stream);
@@ -171,16 +176,20 @@ te_attention attention_backward_of(int device, int dtype, int64_t left, int64_t 
                                    float scale, float growth, Address q, const Strides& q_strides, Address k,
                                    const Strides& k_strides, Address v, const Strides& v_strides, Address bits,
                                    const std::array<int64_t, 2>& bit_sizes, Address mask, Address tiles,
-                                   int64_t mask_batches, Address out, Address logsumexp, Address grad,
-                                   const Strides& grad_strides, Address workspace, Address dq, Address dk, Address dv,
+                                   int64_t mask_batches, Address bias, const std::array<int64_t, 3>& bias_sizes,
+                                   Address out, Address logsumexp, Address grad, const Strides& grad_strides,
+                                   Address workspace, Address dq, Address dk, Address dv, Address ds, int64_t ds_row,
                                    Address stream) {
   te_attention task = attention_of(device, dtype, left, right, sizes, scale, growth, q, q_strides, k, k_strides, v,
-                                   v_strides, bits, bit_sizes, mask, tiles, mask_batches, out, logsumexp, stream);
+                                   v_strides, bits, bit_sizes, mask, tiles, mask_batches, bias, bias_sizes, out, logsumexp,
+                                   stream);
   task.grad = heads_of(grad, grad_strides);
   task.workspace = pointer<float>(workspace);
   task.dq = pointer<void>(dq);
   task.dk = pointer<void>(dk);
   task.dv = pointer<void>(dv);
+  task.ds = pointer<void>(ds);
+  task.ds_row = ds_row;
   return task;
 }
 
@@ -391,7 +400,7 @@ namespace {
 constexpr py::call_guard<py::gil_scoped_release> unlocked{};
 
 void add_constants(py::module_& module) {
-  module.attr("INTERFACE") = 5;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
+  module.attr("INTERFACE") = 6;  // te_compile/kernels/native.py has the same: who changes what functions take changes both
   module.attr("CHOICES_FORMAT") = TE_CHOICES_FORMAT;
   module.attr("SKINNY_PARTS") = TE_SKINNY_PARTS;
   module.attr("SKINNY_ROWS") = TE_SKINNY_ROWS;
@@ -431,10 +440,11 @@ void add_quantizers(py::module_& module) {
 void add_attention(py::module_& module) {
   module.def("cuda_attention", &Attention::run, unlocked,
              "(device, dtype, left, right, (batches, heads, key_heads, queries, keys, width), scale, growth, q, strides, k, "
-             "strides, v, strides, bits, (bit_words, bit_queries), mask, tiles, mask_batches, out, logsumexp, stream); strides: "
-             "of batch, row and head");
+             "strides, v, strides, bits, (bit_words, bit_queries), mask, tiles, mask_batches, bias, (bias_batches, bias_heads, "
+             "bias_row), out, logsumexp, stream); strides: of batch, row and head");
   module.def("cuda_attention_backward", &AttentionBackward::run, unlocked,
-             "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, stream)");
+             "(the arguments of cuda_attention up to logsumexp, grad, strides, workspace, dq, dk, dv, ds, ds_row, "
+             "stream)");
 }
 
 void add_products(py::module_& module) {

@@ -20,7 +20,7 @@ from te_compile.ops.registry import Target, Unsupported
 
 BUILD_HINT = "build it with `pip install -e .` or `csrc/build.sh`"
 HOPPER = (9, 0)
-INTERFACE = 5  # of the sources that this file is part of (csrc/python/module.cpp)
+INTERFACE = 6  # of the sources that this file is part of (csrc/python/module.cpp)
 
 
 @functools.lru_cache(maxsize=1)

@@ -34,11 +34,16 @@ Mask = tuple[Tensor, Tensor]
 def check(target: Target, arguments: dict[str, Any]) -> None:
     """Raise Unsupported, with the reason, if :func:`forward` cannot run ``arguments``, whose q and k are [B, S, H, D],
     or slower than others, as heads of up to 32 features."""
-    native.require_hopper(target)
-    q, k = arguments["q"], arguments["k"]
-    width = q.shape[3]
+    width = arguments["q"].shape[3]
     if not isinstance(width, int) or width % VECTOR or not NARROWER < width <= WIDEST:
         raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} above {NARROWER} up to {WIDEST}")
+    _check_core(target, arguments)
+
+
+def _check_core(target: Target, arguments: dict[str, Any]) -> None:
+    """Is this a Hopper GPU, for which the core was built, and can a launch have as many blocks?"""
+    native.require_hopper(target)
+    q, k = arguments["q"], arguments["k"]
     sizes = (*q.shape[:3], k.shape[1])
     if all(isinstance(size, int) for size in sizes):
         batch, queries, heads, keys = sizes
@@ -46,16 +51,31 @@ def check(target: Target, arguments: dict[str, Any]) -> None:
             raise Unsupported(f"{batch} × {heads} heads of {max(queries, keys)} positions are too many tiles")
 
 
-def check_masked(target: Target, arguments: dict[str, Any]) -> None:
-    """The same under a mask."""
-    check(target, arguments)
+def _check_operands(arguments: dict[str, Any]) -> None:
+    """Are q, k and v of 16 bits, and their heads of one width?"""
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise Unsupported(f"q is {q.dtype}, not of 16 bits")
     if {k.shape[3], v.shape[3]} != {q.shape[3]}:
         raise Unsupported("queries, keys and values have heads of several widths")
+
+
+def check_masked(target: Target, arguments: dict[str, Any]) -> None:
+    """The same under a mask."""
+    check(target, arguments)
+    _check_operands(arguments)
+    q = arguments["q"]
     if isinstance(q.shape[0], int) and q.shape[0] > MOST_MASKS:
         raise Unsupported(f"{q.shape[0]} rows may have as many masks, and {MOST_MASKS} are packed at once")
+
+
+def check_biased(target: Target, arguments: dict[str, Any]) -> None:
+    """The same with a bias; the other kernels for that are no faster with narrow heads."""
+    width = arguments["q"].shape[3]
+    if not isinstance(width, int) or width % VECTOR or not 0 < width <= WIDEST:
+        raise Unsupported(f"a head of {width} features is not a multiple of {VECTOR} up to {WIDEST}")
+    _check_core(target, arguments)
+    _check_operands(arguments)
 
 
 def check_dropout(target: Target, arguments: dict[str, Any]) -> None:
@@ -87,9 +107,16 @@ def _in_place(x: Tensor) -> Tensor:
     return x if in_place else x.clone(memory_format=torch.contiguous_format)  # a contiguous one may begin badly, too
 
 
+def _rows(bias: Tensor | None) -> Tensor | None:
+    """A bias as the core reads it."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
+
+
 def _task(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, growth: float, bits: Tensor | None,
-    mask: Mask | None,
+    mask: Mask | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The core's first arguments."""
     batch, queries, heads, width = q.shape
@@ -97,12 +124,14 @@ def _task(
     operands = [part for x in (q, k, v) for part in (x, _strides(x))]
     bit_sizes = (0, 0) if bits is None else tuple(bits.shape[1:])
     shown = (None, None, 1) if mask is None else (*mask, mask[0].shape[0])
-    return native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands, bits, bit_sizes, *shown
+    added = (1, 1, 0) if bias is None else (*bias.shape[:2], bias.shape[3])
+    given = native.dtype_codes()[q.dtype], left, right, sizes, scale, growth, *operands
+    return *given, bits, bit_sizes, *shown, bias, added
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float,
-    bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None,
+    bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q · kᵀ · scale) · v, and the logsumexp of each row of logits.
 
@@ -110,8 +139,9 @@ def forward(
     Query i sees the keys from i - left to i + right, all on a side where that is below 0; other windows only where
     Sq = Sk. bits: which weights are kept, and multiplied by ``growth`` (ops/dropout_bits.py), of Sq queries and Sk keys
     or more, where G = H and no window ends but with right = 0; None for all. mask: rows and row_tiles, where no window
-    ends; a query that sees nothing has 0 and a logsumexp of -∞ then. Returns out: [B, Sq, H, D] contiguous, of that
-    dtype; logsumexp: fp32 [B, H, Sq].
+    ends; a query that sees nothing has 0 and a logsumexp of -∞ then. bias: [B or 1, H or 1, Sq, R] of that dtype, of
+    which the first Sk of a row are added to scores, where no window ends and there is no mask. Returns out:
+    [B, Sq, H, D] contiguous, of that dtype; logsumexp: fp32 [B, H, Sq].
     """
     batch, queries, heads, width = q.shape
     q, k, v = map(_in_place, (q, k, v))
@@ -120,7 +150,7 @@ def forward(
         logsumexp = buffers.empty(q, (batch, heads, queries), torch.float32)
     native.call(
         native.module().cuda_attention,
-        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask), out, logsumexp, STREAM,
+        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask, _rows(bias)), out, logsumexp, STREAM,
     )  # fmt: skip
     return out, logsumexp
 
@@ -128,10 +158,12 @@ def forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     left: int, right: int, scale: float, bits: Tensor | None = None, growth: float = 1.0, mask: Mask | None = None,
+    bias: Tensor | None = None, ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`forward`'s out, whose gradient is ``grad``: dq, dk and dv, in the shapes of q, k and v and
-    their dtype, contiguous. bits: those of a multiple of 64 queries and of 128 keys, as Sq and Sk must be without a
-    mask. mask: columns and column_tiles."""
+    their dtype, contiguous. bits: those of a multiple of 64 queries and of 128 keys. mask: columns and column_tiles.
+    ds: [B, H, Sk, R], to overwrite with the gradient of what a bias adds, R a multiple of 8; what lies behind Sq is
+    left alone."""
     grad, q, k, v = map(_in_place, (grad, q, k, v))
     out, logsumexp = out.contiguous(), logsumexp.contiguous()
     with on_device_of(q):
@@ -141,7 +173,22 @@ def backward(
         workspace = buffers.empty(q, (rows * (kind + 2),), torch.float32)  # dq, shifts and logsumexps
     native.call(
         native.module().cuda_attention_backward,
-        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask), out, logsumexp,
-        grad, _strides(grad), workspace, dq, dk, dv, STREAM,
+        q.device.index, *_task(q, k, v, left, right, scale, growth, bits, mask, _rows(bias)), out, logsumexp,
+        grad, _strides(grad), workspace, dq, dk, dv, ds, 0 if ds is None else ds.shape[3], STREAM,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def biased_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, logsumexp: Tensor, scale: float,
+    bits: Tensor | None, growth: float, wants_ds: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of a result with a bias, and the gradient of what is added to scores, [B, H, Sk, R] of the dtype of q,
+    R the next multiple of 8 of Sq, where that is wanted; else [0]."""
+    batch, queries, heads, _ = q.shape
+    with on_device_of(q):
+        shape = (batch, heads, k.shape[1], -(-queries // VECTOR) * VECTOR) if wants_ds else (0,)
+        ds = buffers.empty(q, shape, q.dtype)
+    written = ds if wants_ds else None
+    made = backward(grad, q, k, v, out, logsumexp, -1, -1, scale, bits, growth, bias=bias, ds=written)
+    return *made, ds

@@ -3,6 +3,7 @@
 from te_compile.ops import (
     attention,
     attention_backward,
+    biased_attention,
     column_sums,
     cross_entropy,
     cublaslt_implementation,
@@ -39,6 +40,7 @@ from te_compile.ops import (
 __all__ = [
     "attention",
     "attention_backward",
+    "biased_attention",
     "column_sums",
     "cross_entropy",
     "cublaslt_implementation",

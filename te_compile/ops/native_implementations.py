@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_compile.ops import calibration, registry
+from te_compile.ops.biased_attention import biased_attention_backward_reference, biased_attention_reference
 from te_compile.ops.dropout_attention import dropout_attention_backward_reference, dropout_attention_reference
 from te_compile.ops.dropout_bits import growth_of
 from te_compile.ops.gemm import gemm_reference
@@ -194,6 +195,50 @@ def masked_attention_backward(
 
     constants = EVERYTHING, EVERYTHING, scale, bits, growth_of(probability)
     return kernel(*operands, *constants, mask=(columns, column_tiles))
+
+
+def _check_biased_attention(target: Target, arguments: dict[str, Any]) -> None:
+    from te_compile.kernels import native_attention
+
+    native_attention.check_biased(target, arguments)
+    if arguments["probability"]:
+        check_dropout(target, arguments)
+
+
+@registry.register("biased_attention_forward", CUDA, priority=PRIORITY, check=_check_biased_attention)
+def biased_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, bits: Tensor | None, probability: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``te::biased_attention_forward`` by kernels/native_attention.py."""
+    if q.numel() == 0 or k.numel() == 0:
+        return biased_attention_reference(q, k, v, bias, bits, probability, scale)
+    from te_compile.kernels.native_attention import forward as kernel
+
+    return kernel(q, k, v, EVERYTHING, EVERYTHING, scale, bits, growth_of(probability), bias=bias)
+
+
+@registry.register("biased_attention_backward", CUDA, priority=PRIORITY, check=_check_biased_attention)
+def biased_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    bits: Tensor | None,
+    probability: float,
+    scale: float,
+    wants_ds: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``te::biased_attention_backward`` by kernels/native_attention.py, whose last bits differ from run to run: where
+    they must not, by the reference."""
+    if q.numel() == 0 or k.numel() == 0 or torch.are_deterministic_algorithms_enabled():
+        given = (grad, q, k, v, bias, out, logsumexp, bits, probability, scale, wants_ds)
+        return biased_attention_backward_reference(*given)
+    from te_compile.kernels.native_attention import biased_backward as kernel
+
+    return kernel(grad, q, k, v, bias, out, logsumexp, scale, bits, growth_of(probability), wants_ds)
 
 
 def _check_grouped_gemm(target: Target, arguments: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="needs t
 ADDRESS, STRIDES = 1 << 20, (256 * 4 * 128, 4 * 128, 128)
 
 MASKED = {"bits": 0, "growth": 1.0, "mask": ADDRESS, "tiles": ADDRESS}
+BIASED = {"sizes": (2, 4, 4, 256, 250, 64), "bias": ADDRESS, "bias_sizes": (1, 4, 256)}
 
 
 def arguments(**changed: Any) -> list[Any]:
@@ -22,8 +23,8 @@ def arguments(**changed: Any) -> list[Any]:
         "device": 0, "dtype": core.BFLOAT16, "left": -1, "right": -1, "sizes": (2, 4, 4, 256, 256, 128), "scale": 0.1,
         "growth": 1.1,
         "q": ADDRESS, "q_strides": STRIDES, "k": ADDRESS, "k_strides": STRIDES, "v": ADDRESS, "v_strides": STRIDES,
-        "bits": ADDRESS, "bit_sizes": (8, 256), "mask": 0, "tiles": 0, "mask_batches": 1, "out": ADDRESS,
-        "logsumexp": ADDRESS, "stream": 0,
+        "bits": ADDRESS, "bit_sizes": (8, 256), "mask": 0, "tiles": 0, "mask_batches": 1,
+        "bias": 0, "bias_sizes": (1, 1, 0), "out": ADDRESS, "logsumexp": ADDRESS, "stream": 0,
     }  # fmt: skip
     assert changed.keys() <= given.keys()
     return list({**given, **changed}.values())
@@ -51,6 +52,13 @@ def arguments(**changed: Any) -> list[Any]:
         ({**MASKED, "right": 0}, "under a mask there is no window"),
         ({**MASKED, "left": 5}, "under a mask there is no window"),
         ({**MASKED, "mask_batches": 3}, "a mask for each batch, or one for all"),
+        ({**BIASED, **MASKED}, "with a bias there is no window, and no mask but in the bias"),
+        ({**BIASED, "sizes": (2, 4, 4, 256, 256, 64), "right": 0}, "with a bias there is no window"),
+        ({**BIASED, "bias": ADDRESS + 8}, "a bias must be aligned to 16 bytes, its rows a multiple of 8"),
+        ({**BIASED, "bias_sizes": (1, 4, 248)}, "its rows a multiple of 8 of at least as many as keys"),
+        ({**BIASED, "bias_sizes": (1, 4, 252)}, "its rows a multiple of 8 of at least as many as keys"),
+        ({**BIASED, "bias_sizes": (3, 4, 256)}, "a bias for each batch, or one for all, and for each head"),
+        ({**BIASED, "bias_sizes": (2, 2, 256)}, "a bias for each batch, or one for all, and for each head"),
         ({"dtype": 0}, "TE_FLOAT16 or TE_BFLOAT16"),
         ({"out": 0}, "out or logsumexp is null"),
         ({"logsumexp": 0}, "out or logsumexp is null"),
@@ -70,17 +78,30 @@ def test_bad_requests_are_said(changed: dict[str, Any], reason: str) -> None:
     [
         ({"bit_sizes": (10, 256)}, "bits must be those of a multiple of 64 queries and of 128 keys"),
         ({"bit_sizes": (8, 260)}, "bits must be those of a multiple of 64 queries and of 128 keys"),
-        ({"sizes": (2, 4, 4, 256, 250, 128)}, "dropped without a mask queries must be a multiple of 64, keys of 128"),
-        ({"sizes": (2, 4, 4, 250, 256, 128)}, "dropped without a mask queries must be a multiple of 64, keys of 128"),
+        ({"sizes": (2, 4, 4, 250, 250, 128)}, "grad must be aligned"),
         ({"sizes": (2, 4, 4, 250, 250, 128), "mask": ADDRESS, "tiles": ADDRESS}, "grad must be aligned"),
+        (BIASED, "grad must be aligned"),
     ],
 )
 def test_bits_are_read_by_whole_tiles_backward(changed: dict[str, Any], reason: str) -> None:
-    """Under a mask lengths may be any: the last request is sound but for its gradient."""
-    *given, stream = arguments(**changed)
-    behind = (0, STRIDES, ADDRESS, ADDRESS, ADDRESS, ADDRESS, stream)  # the gradient, workspace, dq, dk, dv
+    """Lengths may be any: the last requests are sound but for their gradient."""
     with pytest.raises(ValueError, match=reason):
-        native.module().cuda_attention_backward(*given, *behind)
+        native.module().cuda_attention_backward(*backward_arguments(0, 0, 0, **changed))
+
+
+def backward_arguments(grad: int, ds: int, ds_row: int, **changed: Any) -> list[Any]:
+    *given, stream = arguments(**changed)
+    behind = (ADDRESS, ADDRESS, ADDRESS, ADDRESS)  # workspace, dq, dk, dv
+    return [*given, grad, STRIDES, *behind, ds, ds_row, stream]
+
+
+@pytest.mark.parametrize(
+    ("ds", "ds_row", "changed"),
+    [(ADDRESS, 256, {}), (ADDRESS + 8, 256, BIASED), (ADDRESS, 248, BIASED), (ADDRESS, 260, BIASED)],
+)
+def test_the_gradient_of_a_bias_lies_in_aligned_rows(ds: int, ds_row: int, changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ds is of a bias, aligned to 16 bytes, its rows a multiple of 8"):
+        native.module().cuda_attention_backward(*backward_arguments(ADDRESS, ds, ds_row, **changed))
 
 
 def test_more_tiles_than_blocks_are_unsupported() -> None:
