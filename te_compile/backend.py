@@ -33,6 +33,7 @@ from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.find_linears import find_linears
 from te_compile.passes.finite_gradients import finite_gradients
 from te_compile.passes.fold_masks import fold_masks
+from te_compile.passes.lay_out_biases import lay_out_biases
 from te_compile.passes.lower import Signature, lower_linears
 from te_compile.passes.lower_attentions import lower_attentions
 from te_compile.passes.masked_attentions import masked_attentions
@@ -110,6 +111,7 @@ def rewrite(
     run(window_attentions, regions, plan)
     run(widen_heads, regions, plan, chosen)  # after the windows, whose kernels take heads and guards as they are
     run(biased_attentions, regions, plan, chosen)
+    run(lay_out_biases, regions, plan, chosen)
     run(short_attentions, regions, plan, chosen)
     run(find_linears, regions, left, example_inputs, plan)
     run(select_linears, plan, chosen)

@@ -25,6 +25,7 @@ OPTIONAL_PASSES = (
     "lower_attentions",
     "window_attentions",
     "widen_heads",
+    "biased_attentions",
     "short_attentions",
     "varying_attentions",
     "masked_attentions",

@@ -28,7 +28,7 @@ REQUIRED = {
     "follow_writes", "make_apart", "find_attentions", "narrow_masks", "exact_dropouts", "finite_gradients",
     "find_linears", "select_linears", "spell_out_linears", "lower_linears", "note_constant_inputs", "open_norms",
     "lay_out_attention_gradients", "choose_implementations", "set_names_aside", "keep_read_logits", "tag_memory",
-    "recomputed_attentions", "share_across_regions", "choose_attention_kernels", "biased_attentions",
+    "recomputed_attentions", "share_across_regions", "choose_attention_kernels", "lay_out_biases",
     "settle_sums",
 }  # fmt: skip
 SAMPLE = 8

@@ -34,6 +34,7 @@ _KERNELS = {
     "finite": "past a fault of cuDNN, whose gradients would be no numbers where all scores of a query are low",
     "window": "on kernels that skip what is outside of the window",
     "tiles": "on te_compile's kernels, which skip the tiles that it hides",
+    "biased": "on te_compile's kernels, to which its bias is added",
     "core": "on te_compile's kernels, which need no plan for each size",
     "sinks": "on kernels to whose sums the sinks are added",
     "te": "on te_compile's kernels, which draw its dropout once, as bits",

@@ -1,98 +1,128 @@
-"""Attention with a bias: laid out as fused kernels read it and, where the bias learns, on the one that lets it.
+"""Attention with a bias that is added to its scores, on kernels of ours, which have a gradient for it.
 
-A bias of relative positions, as T5 and its kin have it, is looked up by position and head, so that its elements lie
-``heads`` apart. PyTorch's fused kernels read none whose keys do not lie side by side; attention then runs on the kernel
-that stores all scores, in float32, products included. So the bias is copied first, once for all rows of a batch that
-share it.
+T5 and its kin look a bias up by distance and head, and learn it, as BEiT and Swin do by place. Of PyTorch's fused
+kernels the memory-efficient one alone has a gradient for that, and it makes its products as Ampere does. Here the bias
+goes to ``te::biased_attention``. On an H200 attention takes, in microseconds, forward + backward, bf16, bits of a
+dropout drawn before (``python -m benchmarks.biased_attention``):
 
-Of the fused kernels the memory-efficient one alone has a gradient for a bias. PyTorch does not ask for that: it takes
-the first that can read one, on Hopper cuDNN's. A bias that learns therefore goes to the memory-efficient one by name.
-README has what that gives to T5-large.
+    rows × heads × positions × features   dropout   memory-efficient   cuDNN, with none that learns   by these
+    32 × 12 × 320 × 64, one for all rows  0.1       200 +  439                                         68 + 158
+    64 × 12 × 200 × 64, one for all rows            151 +  419          72 + 207                       60 + 182
+    8 × 32 × 1024 × 64, one for all rows            806 + 2002         307 + 798                      230 + 563
+    64 × 12 × 320 × 64, one for each row  0.1       395 +  888                                        130 + 304
 
-In 16 bits, on a GPU; an order of kernels that the user has set stands, and so does the draw of a dropout where eager
-mode's draws are asked for (``fallback_random``).
+So biases that learn nothing go there too: a mask of numbers of which ``masked_attentions`` knows no booleans, a bias by
+distance in inference. Not one that is the same for all queries, of which cuDNN reads a row, and this would a matrix.
+
+The bias is laid out once for all attentions that read it: keys side by side, in rows of a multiple of eight, once for
+all rows of a batch that share it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_compile.ops.biased_attention import ALIGNED, BIASED_ATTENTION
 from te_compile.options import Options
-from te_compile.passes.attention_kernels import is_plain, ordinary_attentions
-from te_compile.passes.captured_nodes import argument, value_of, wrapped_kind
-from te_compile.passes.dropout_attentions import wants_eager_draws
-from te_compile.passes.efficient_attention import (
-    ALIGNED_KEYS,
-    HALVES,
-    Runs,
-    bias_learns,
-    call_efficiently,
-    may_be_called,
-    operands_of,
-    runs_efficiently,
-    size_in,
-)
-from te_compile.passes.plan import Plan
+from te_compile.passes.added_masks import shown_by
+from te_compile.passes.attention_kernels import ordinary_attentions
+from te_compile.passes.attention_scores import same_sizes
+from te_compile.passes.bias_kernels import FEWEST_POSITIONS, is_run_by_kernels
+from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
+from te_compile.passes.efficient_attention import bias_learns, cast_for_attention
+from te_compile.passes.masked_attentions import may_drop, operands_before_copies
+from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
 from te_compile.passes.side_effects import may_change
+from te_compile.passes.window_attentions import may_be_an_operator, put_operator, read_as_rows
 from te_compile.passes.writing import Writer
 
+_Laid = dict[tuple[Any, ...], Node]
 
-def biased_attentions(regions: list[Region], plan: Plan, options: Options, reads: Runs = runs_efficiently) -> int:
-    """Lay out biases for fused kernels and choose one for those that learn; returns for how many attentions.
+Runs = Callable[[Any, Any, Any, float], bool]
+"""Is there a kernel for q, k and v, [B, S, H, D], and a dropout of this probability?"""
 
-    ``plan`` must know them (find_attentions). reads: can a fused kernel read a bias of this call?
+
+def biased_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_kernels) -> int:
+    """Give attention with a bias to kernels that have a gradient for it; returns how many.
+
+    ``plan`` must know them (find_attentions). runs: is there a kernel?
     """
-    changed, changes = 0, dict[Node, bool]()
+    changed, changes, laid = 0, dict[Node, bool](), _Laid()
     for index in ordinary_attentions(regions, plan):
         node: Any = plan.attentions[index].node
-        if not _has_a_mask(node) or not reads(node):
+        if not _has_a_bias(node):
             continue
-        if torch.is_grad_enabled() and may_change(node, changes):
-            continue  # a fused kernel's gradients read the result as it was
-        if argument(node, 4, "dropout_p", 0.0) != 0 and wants_eager_draws(options):
+        operands = operands_before_copies(node, changes)
+        if not may_be_an_operator(node, operands, changes) or not may_drop(node, options):
             continue
-        learns = bias_learns(value_of(argument(node, 3, "attn_mask")))
-        if learns and _has_aligned_rows(node) and may_be_called(node):
-            plan.attentions[index] = call_efficiently(plan.attentions[index], "efficient")
+        mask = argument(node, 3, "attn_mask")
+        if not bias_learns(value_of(mask)) and shown_by(mask, changes) is not None:
+            continue  # masked_attentions has kernels that skip what it hides
+        q, k, v = read_as_rows(node, operands)
+        if runs(q, k, v, float(argument(node, 4, "dropout_p", 0.0))):
+            plan.attentions[index] = _replaced(plan.attentions[index], operands, changes, laid)
             changed += 1
-        elif not learns:
-            changed += _laid_out(node)
     return changed
 
 
-def _has_a_mask(node: Node) -> bool:
-    """Is it a call of SDPA with a mask, in 16 bits, whose arguments a direct call of a kernel could have?"""
-    if not is_plain(node, masked=True) or any(map(wrapped_kind, operands_of(node))):
-        return False
-    return value_of(node).dtype in HALVES and argument(node, 5, "is_causal", False) is False
-
-
-def _has_aligned_rows(node: Node) -> bool:
-    """Inductor knows no layout for other rows of a bias whose gradient the backward pass writes."""
-    keys = value_of(argument(node, 1, "key")).shape[2]
-    return isinstance(keys, int) and keys % ALIGNED_KEYS == 0
-
-
-def _laid_out(node: Node) -> bool:
-    """Have the keys of a mask that learns nothing lie side by side; returns whether they did not."""
+def _has_a_bias(node: Node) -> bool:
+    """Is it a call of SDPA of many positions, with a matrix of numbers beside its scores?"""
     mask = argument(node, 3, "attn_mask")
-    value, write = value_of(mask), Writer(node)
-    if value.dim() == 0 or not isinstance(value.stride(-1), int) or value.stride(-1) == 1:
-        return False  # a symbolic stride is no layout that a bias is known to have
-    shared = [isinstance(stride, int) and stride == 0 for stride in value.stride()[:-1]]
-    if any(shared):
-        first = (*(slice(None, 1) if all_alike else slice(None) for all_alike in shared), slice(None))
-        own = write.method("contiguous", write.call(operator.getitem, mask, first))
-        copied = write.method("expand", own, *(size_in(write, mask, place) for place in range(value.dim())))
-    else:
-        copied = write.method("contiguous", mask)
-    if len(node.args) > 3:
-        node.update_arg(3, copied)
-    else:
-        node.update_kwarg("attn_mask", copied)
-    return True
+    added = value_of(mask)
+    if not isinstance(added, Tensor) or wrapped_kind(mask) or not 2 <= added.dim() <= 4:
+        return False
+    if added.dtype == torch.bool or argument(node, 5, "is_causal", False) is not False:
+        return False
+    (batch, heads, queries, _), keys = value_of(node).shape, value_of(argument(node, 1, "key")).shape[2]
+    if min(size_hint(queries), size_hint(keys)) < FEWEST_POSITIONS or added.device != value_of(node).device:
+        return False
+    is_a_matrix = same_sizes(added.shape[-2:], (queries, keys)) and added.stride(-2) != 0
+    of_bias = (*(1,) * (4 - added.dim()), *added.shape[:-2])
+    return is_a_matrix and all(
+        statically_known_true(size == 1) or statically_known_true(size == of_all)
+        for size, of_all in zip(of_bias, (batch, heads), strict=True)
+    )
+
+
+def _replaced(attention: Attention, operands: list[Node], changes: dict[Node, bool], laid: _Laid) -> Attention:
+    """The attention with the operator in the place of its call. laid: biases that were met before."""
+    node: Any = attention.node
+    mask, dtype = argument(node, 3, "attn_mask"), value_of(node).dtype
+    key = (node.graph, mask, dtype)
+    bias = laid.get(key)
+    if bias is None:
+        bias = _laid_out(Writer(node), mask, dtype)
+        if not may_change(mask, changes):
+            laid[key] = bias
+    undone = operands[1] is not argument(node, 1, "key")
+    probability = float(argument(node, 4, "dropout_p", 0.0))
+    call = put_operator(BIASED_ATTENTION, node, operands, [bias, probability])
+    return replace(attention, node=call, kernel="biased", **({"heads": "undone", "heads_reason": ""} if undone else {}))
+
+
+def _laid_out(write: Writer, mask: Node, dtype: torch.dtype) -> Node:
+    """``mask`` as the operator reads it: [B or 1, H or 1, Sq, R] of ``dtype``."""
+    bias = cast_for_attention(write, mask, dtype)
+    while value_of(bias).dim() < 4:
+        bias = write.method("unsqueeze", bias, 0)
+    value = value_of(bias)
+    alike = [isinstance(value.stride(place), int) and value.stride(place) == 0 for place in (0, 1)]
+    if any(each and value.shape[place] != 1 for place, each in enumerate(alike)):
+        first = tuple(slice(None, 1) if each else slice(None) for each in alike)
+        bias = write.call(operator.getitem, bias, first)
+    keys = value.shape[3]
+    if not isinstance(keys, int):
+        return bias  # the operator pads it
+    if keys % ALIGNED:
+        return write.call(F.pad, bias, (0, -keys % ALIGNED))
+    return bias if value_of(bias).is_contiguous() else write.method("contiguous", bias)

@@ -4,7 +4,8 @@ Fused kernels store no scores. That gains nothing where scores are smaller than 
 a kernel's tile is empty. And of PyTorch's kernels the memory-efficient one alone has a gradient for a bias: it was made
 for an older generation of tensor cores, and on an H200 products of matrices outrun it, scores and all
 (``python -m benchmarks.odd_attention``). They do not where rows of scores are not aligned, where softmax is taken in
-float32, or where the bias would have to be copied before it is added.
+float32, or where the bias would have to be copied before it is added; nor where kernels of ours run
+(``biased_attentions``).
 
 Scores are memory: with ``save_memory=True`` attention is fused all the same, as it is without the ``cost_model``.
 """
@@ -17,6 +18,7 @@ from torch.fx import Node
 from te_compile.options import Options
 from te_compile.passes.attention_calls import HEAD_STEP, WIDEST_HEAD
 from te_compile.passes.attention_scores import NotAttentionError
+from te_compile.passes.bias_kernels import FEWEST_POSITIONS, is_run_by_kernels
 from te_compile.passes.captured_nodes import size_hint, value_of
 from te_compile.passes.efficient_attention import ALIGNED_KEYS, HALVES, bias_learns
 from te_compile.passes.softmax_attention import SoftmaxAttention
@@ -46,10 +48,22 @@ def check_that_kernels_are_faster(
     if max(queries, keys) < _FEWEST:
         why = f"{queries} queries and {keys} keys are too few for a fused kernel to gain"
         raise NotAttentionError(f"{why}; cost_model=False has one all the same")
-    if bias_learns(value_of(bias)) and _is_slow_with_its_gradient(found, value_of(key), value_of(bias)):
+    if not bias_learns(value_of(bias)) or _has_kernels_of_ours(found, value_of(query), value_of(key)):
+        return
+    if _is_slow_with_its_gradient(found, value_of(key), value_of(bias)):
         of = f"{keys} keys of {size_hint(value_of(key).shape[-1])} features"
         why = f"its bias learns, and the one kernel that has a gradient for it takes longer than products for {of}"
         raise NotAttentionError(f"{why}; save_memory=True or cost_model=False has it all the same")
+
+
+def _has_kernels_of_ours(found: SoftmaxAttention, query: Tensor, key: Tensor) -> bool:
+    """Is there a kernel of ours for it, whose values may be as wide as its keys, and which may all be widened?"""
+    dtype, width = value_of(found.output).dtype, key.shape[-1]
+    widened = -(-width // HEAD_STEP) * HEAD_STEP if isinstance(width, int) else width
+    rows = (each.transpose(1, 2) for each in (query, key))
+    q, k = (each.new_empty((*each.shape[:3], widened), dtype=dtype) for each in rows)
+    is_long = min(size_hint(query.shape[-2]), size_hint(key.shape[-2])) >= FEWEST_POSITIONS
+    return is_long and is_run_by_kernels(q, k, k, found.dropout)
 
 
 def _is_slow_with_its_gradient(found: SoftmaxAttention, key: Tensor, bias: Tensor) -> bool:

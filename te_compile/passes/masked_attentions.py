@@ -74,8 +74,8 @@ def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs:
     changed, changes, tiles = 0, dict[Node, bool](), dict[tuple[Any, ...], list[Node]]()
     for index in found:
         node: Any = plan.attentions[index].node
-        operands = _operands(node, changes)
-        if not may_be_an_operator(node, operands, changes) or not _fits(node) or not _may_drop(node, options):
+        operands = operands_before_copies(node, changes)
+        if not may_be_an_operator(node, operands, changes) or not _fits(node) or not may_drop(node, options):
             continue
         q, k, v = read_as_rows(node, operands)
         shown = _shown(node, changes)
@@ -85,14 +85,14 @@ def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs:
     return changed
 
 
-def _operands(node: Node, changes: dict[Node, bool]) -> list[Node]:
+def operands_before_copies(node: Node, changes: dict[Node, bool]) -> list[Node]:
     """Queries, keys and values, these as they were before copies were made of them, unless each is to drop others."""
     query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
     drops = argument(node, 4, "dropout_p", 0.0) != 0
     return [query, *((None if drops else heads_before_copies(node, key, value, changes)) or (key, value))]
 
 
-def _may_drop(node: Node, options: Options) -> bool:
+def may_drop(node: Node, options: Options) -> bool:
     """Is there no dropout, or one whose draw is Inductor's to choose, of heads that have keys of their own?"""
     probability = argument(node, 4, "dropout_p", 0.0)
     heads = (value_of(argument(node, place, name)).shape[1] for place, name in enumerate(("query", "key")))

@@ -127,8 +127,8 @@ class AttentionRecord:
     heads_reason: why they stay copied or broadcast.
     precision: "fp8", or "kept" in high precision; empty where the recipe does not ask for FP8 attention.
     precision_reason: why it is kept.
-    kernel: "cudnn", "flash", "efficient", "short", "exact", "finite", "window", "tiles", "sinks", "core" or "te" where
-        that was chosen instead of what PyTorch would run; empty where it chooses.
+    kernel: "cudnn", "flash", "efficient", "short", "exact", "finite", "window", "tiles", "biased", "sinks", "core" or
+        "te" where that was chosen instead of what PyTorch would run; empty where it chooses.
     """
 
     name: str

@@ -4,7 +4,7 @@ Tiles of cuDNN's and of flash's kernels are 64 to 128 queries long. Of heads wit
 tile is empty, and a bias whose rows are not aligned costs cuDNN more still. PyTorch's memory-efficient kernel loses
 less: ``python -m benchmarks.odd_attention`` has the times. Only what was measured is changed: up to 64 queries
 and keys of up to 64 features, in 16 bits, on compute capability 9.0. A bias that learns has its place elsewhere
-(``biased_attentions``), and an order of kernels that the user has set stands.
+(``lay_out_biases``), and an order of kernels that the user has set stands.
 
 With a dropout only attention that the model spells out is changed, and only where rows of a mask are not aligned:
 SDPA's own draw stands, and other shapes were not slower than what torch.compile makes of them (``--dropout 0.1``).

@@ -20,9 +20,11 @@ BF16_FLOPS_PER_MICROSECOND = 688e6
 FP8_FLOPS_PER_MICROSECOND = 1320e6
 ATTENTION_FLOPS_PER_MICROSECOND = 429e6
 DROPOUT_ATTENTION_FLOPS_PER_MICROSECOND = 180e6
+BIASED_ATTENTION_FLOPS_PER_MICROSECOND = 150e6
 LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND = 50e6
-"""Of kernels that draw or read bits, and of the one that has a gradient for a bias: by what attention takes in ``python
--m benchmarks.survey --only roberta --only "bert, padded" --only t5 --only beit --kernels 20``."""
+"""Of kernels that draw or read bits, of ours that add a bias, and of PyTorch's one that has a gradient for it: by what
+attention takes in ``python -m benchmarks.survey --only roberta --only "bert, padded" --only t5 --only beit --kernels
+20``."""
 BYTES_PER_MICROSECOND = 3.4e6
 LAUNCH_MICROSECONDS = 2.5
 KEPT_COPIES_MICROSECONDS = 16.0

@@ -24,7 +24,6 @@ from typing import Any
 from torch import Tensor
 from torch._inductor import config, list_mode_options
 from torch._ops import HigherOrderOperator
-from torch.fx import Node
 
 from te_compile.options import Options
 from te_compile.passes import speed
@@ -89,12 +88,15 @@ def _attention_time(attention: Attention, training: bool) -> float:
     if attention.kernel == "window":
         left, right = attention.node.args[3:5]
         keys = min(keys, int(left) + 1 + int(right))  # type: ignore[arg-type]  # numbers, by the operator's schema
-    rate = _attention_rate(attention.node)
+    rate = _attention_rate(attention)
     return speed.attention_microseconds(heads, queries, keys, width, rate, causal=causal, training=training)
 
 
-def _attention_rate(node: Node) -> float:
+def _attention_rate(attention: Attention) -> float:
     """FLOPs a microsecond of the kernel that an attention will have."""
+    if attention.kernel == "biased":
+        return speed.BIASED_ATTENTION_FLOPS_PER_MICROSECOND
+    node = attention.node
     if called(node) == "scaled_dot_product_attention":
         if bias_learns(value_of(argument(node, 3, "attn_mask"))):
             return speed.LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND

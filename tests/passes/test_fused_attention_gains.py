@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from te_compile.options import Options
+from te_compile.passes import fused_attention_gains
 from te_compile.passes.attention_scores import NotAttentionError
 from te_compile.passes.fused_attention_gains import check_that_kernels_are_faster
 from te_compile.passes.softmax_attention import SoftmaxAttention
@@ -26,6 +27,12 @@ def fake() -> Iterator[None]:
     """A GPU's tensors, wherever the tests run."""
     with FakeTensorMode():
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of ours for a bias, whatever GPU the tests run on."""
+    monkeypatch.setattr(fused_attention_gains, "is_run_by_kernels", lambda q, k, v, probability: False)
 
 
 def node(value: Tensor) -> Node:
@@ -49,7 +56,7 @@ def why(
     empty = {"dtype": dtype, "device": device}
     query, key = torch.empty(2, 4, queries, width, **empty), torch.empty(2, 4, keys, width, **empty)
     weights = torch.empty(2, 4, queries, keys, dtype=softmax, device=device)
-    found = SimpleNamespace(output=node(query), softmax=node(weights))
+    found = SimpleNamespace(output=node(query), softmax=node(weights), dropout=0.1)
     try:
         check_that_kernels_are_faster(
             cast("SoftmaxAttention", found), node(query), node(key), None if bias is None else node(bias),
@@ -99,6 +106,20 @@ def test_it_goes_where_nothing_learns() -> None:
 def test_odd_heads_with_a_bias_that_learns_stay_unless_they_are_short() -> None:
     assert why(197, 197, 52, learned(197)) and not why(49, 49, 20, learned(49))
     assert not why(197, 197, 52, learned(197, learns=False))
+
+
+@pytest.mark.parametrize("width", [64, 52])
+def test_a_bias_that_learns_goes_where_kernels_of_ours_run(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor, probability: float) -> bool:
+        asked.append((*q.shape, *k.shape))
+        return probability == 0.1
+
+    monkeypatch.setattr(fused_attention_gains, "is_run_by_kernels", run)
+    assert not why(256, 128, width, learned(256))
+    assert asked == [(2, 256, 4, (width + 7) // 8 * 8, 2, 128, 4, (width + 7) // 8 * 8)]
+    assert bool(why(64, 64, 128, learned(64)))  # of few positions ours are not the faster
 
 
 @pytest.mark.parametrize("option", [{"save_memory": True}, {"cost_model": False}])

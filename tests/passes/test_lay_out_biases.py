@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from te_compile.options import Options
-from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.captured_nodes import argument, value_of
 from te_compile.passes.efficient_attention import EFFICIENT_ATTENTION
 from te_compile.passes.find_attentions import find_attentions
+from te_compile.passes.lay_out_biases import lay_out_biases
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
@@ -52,7 +52,7 @@ def change(gm: GraphModule, reads: bool = True, **options: Any) -> tuple[int, Pl
     regions, left = regions_of(gm)
     plan = Plan()
     find_attentions(regions, left, plan)
-    count = biased_attentions(regions, plan, Options.resolve(options), lambda node: reads)
+    count = lay_out_biases(regions, plan, Options.resolve(options), lambda node: reads)
     gm.graph.lint()
     gm.recompile()
     return count, plan

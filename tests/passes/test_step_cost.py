@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,7 +247,10 @@ def test_attention_takes_the_time_of_the_kernel_that_it_will_have(learns: bool, 
     gm, _ = captured(attend, q, k, v, torch.randn(1, 4, 32, 32, requires_grad=learns))
     plan = Plan()
     find_attentions(*regions_of(gm), plan)
-    assert high_precision_step(plan, True).device == pytest.approx(3.5 * 4 * (2 * 4) * 32 * 32 * 16 / rate)
+    flops = 3.5 * 4 * (2 * 4) * 32 * 32 * 16
+    assert high_precision_step(plan, True).device == pytest.approx(flops / rate)
+    plan.attentions = [replace(each, kernel="biased") for each in plan.attentions]
+    assert high_precision_step(plan, True).device == pytest.approx(flops / speed.BIASED_ATTENTION_FLOPS_PER_MICROSECOND)
 
 
 @pytest.mark.parametrize("training", [False, True])
