@@ -39,6 +39,7 @@ OPTIONAL_PASSES = (
     "fuse_norm_backward",
     "narrow_norm_gradients",
     "fuse_loss_backward",
+    "sum_few_rows",
     "join_gradients",
     "fuse_producers",
     "sum_loss_gradients",

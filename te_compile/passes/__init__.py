@@ -53,6 +53,7 @@ from te_compile.passes.settle_sums import settle_sums
 from te_compile.passes.share_across_regions import share_across_regions
 from te_compile.passes.share_inputs import share_inputs
 from te_compile.passes.sum_columns_late import sum_columns_late
+from te_compile.passes.sum_few_rows import sum_few_rows
 from te_compile.passes.sum_loss_gradients import sum_loss_gradients
 from te_compile.passes.transpose_late import transpose_late
 
@@ -86,6 +87,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     fuse_norm_backward,  # after them: only a kernel gains by the sum; before producers, which would take it along
     narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
+    sum_few_rows,  # before the producers, which ask who else reads a gradient, and in which dtype
     join_gradients,  # before the producers, which read the parts of a cat where they lie
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway

@@ -50,7 +50,7 @@ def call_like(target: Any, arguments: tuple[Any, ...], like: Node, **options: An
     name = getattr(target, "_opname", None)
     node = like.graph.create_node("call_function", target, arguments, options, name=name)
     node.meta = place_of(like)
-    with _fake_mode_of(arguments):
+    with _fake_mode_of(arguments, like):
         node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]), **options)
     return node
 
@@ -71,11 +71,11 @@ def place_of(node: Node) -> dict[str, Any]:
 _OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
 
 
-def _fake_mode_of(arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """The mode under which the operands were traced."""
+def _fake_mode_of(arguments: tuple[Any, ...], like: Node) -> AbstractContextManager[Any]:
+    """The mode under which the operands were traced; of a constant, which has none, that of ``like``."""
     values: list[Any] = []
     map_arg(arguments, lambda argument: values.append(argument.meta["val"]))
-    return detect_fake_mode(values) or nullcontext()
+    return detect_fake_mode(values or [like.meta["val"]]) or nullcontext()
 
 
 def same_phase(node: Node, other: Node) -> bool:
