@@ -5,7 +5,7 @@ operands and writing their FP8 copies, and for the launches of the kernels that 
 step have a fixed price, which does not shrink with the tensors: below some size the GPU waits for the host, and what
 FP8 saves on the device is lost. ``step_cost`` weighs the two.
 
-All constants but three were measured on an H200 by ``python -m benchmarks.constants``, which measures them on the
+All constants but five were measured on an H200 by ``python -m benchmarks.constants``, which measures them on the
 machine at hand and prints them as they stand here. Other GPUs differ in scale more than in ratio, and the model only
 has to find the sign.
 """
@@ -25,6 +25,12 @@ LEARNED_BIAS_ATTENTION_FLOPS_PER_MICROSECOND = 50e6
 """Of kernels that draw or read bits, of ours that add a bias, and of PyTorch's one that has a gradient for it: by what
 attention takes in ``python -m benchmarks.survey --only roberta --only "bert, padded" --only t5 --only beit --kernels
 20``."""
+CONVOLUTION_FLOPS_PER_MICROSECOND = 300e6
+FEW_CHANNELS_CONVOLUTION_FLOPS_PER_MICROSECOND = 39e6
+"""Of convolutions that are no linears, and of those of fewer than FEW_CHANNELS. Neither was measured over many shapes:
+the first is the lower end of what cuDNN reaches in networks like ResNet, and the second what it makes of BEiT's
+patches, 16 × 16 of 64 images of 224 pixels and 3 channels, by 768 features, which take 381 µs."""
+FEW_CHANNELS = 8  # for each element of the result: with fewer, cuDNN has no kernel of today's tensor cores
 BYTES_PER_MICROSECOND = 3.4e6
 LAUNCH_MICROSECONDS = 2.5
 KEPT_COPIES_MICROSECONDS = 16.0
@@ -150,6 +156,20 @@ def around_microseconds(tokens: int, in_features: int, out_features: int, *, tra
     """The device's time for what stands around a linear (norms, activations, sums): its input and its result are read
     and written once in 16 bits, and twice more by the backward pass."""
     return 2 * 2.0 * tokens * (in_features + out_features) * (3 if training else 1) / BYTES_PER_MICROSECOND
+
+
+def convolution_microseconds(flops: float, moved: float, of_weight: float, *, channels: int, gradients: int) -> float:
+    """The device's time for a convolution that is no linear, and for what stands around it.
+
+    flops: of the forward. moved: the bytes of its input and of its result. of_weight: those of its weight. channels:
+    how many each element of the result is summed over. gradients: how many it has, of the input and of the weight.
+    """
+    rate = CONVOLUTION_FLOPS_PER_MICROSECOND
+    if channels < FEW_CHANNELS:
+        rate = FEW_CHANNELS_CONVOLUTION_FLOPS_PER_MICROSECOND
+    product = max(flops / rate, (moved + of_weight) / BYTES_PER_MICROSECOND)
+    around = 2 * moved * (3 if gradients else 1) / BYTES_PER_MICROSECOND  # as around a linear
+    return (1 + gradients) * product + around
 
 
 def attention_microseconds(

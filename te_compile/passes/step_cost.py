@@ -3,7 +3,8 @@
 A step takes what the device needs or what the host needs to launch it, whichever is more. One linear cannot say which
 of them waits, so all linears of a graph are weighed together:
 
-    device = products + what stands around them + attention          host = a step's price + each linear's price
+    device = products + what stands around them + attention + convolutions
+    host   = a step's price + each linear's price
 
 A linear's price is that of a layer's linears with the norms and the attention around them. Where a graph launches more
 than that, as routing to experts does, its kernels are counted (``launches``), and each has the price of those.
@@ -28,6 +29,7 @@ from torch._ops import HigherOrderOperator
 from te_compile.options import Options
 from te_compile.passes import speed
 from te_compile.passes.captured_nodes import argument, called, size_hint, value_of
+from te_compile.passes.convolution_cost import convolutions_microseconds
 from te_compile.passes.efficient_attention import bias_learns
 from te_compile.passes.input_readers import gain_of, products_of, readers_of_inputs
 from te_compile.passes.launches import launches_of
@@ -116,7 +118,9 @@ def _time_spelled_out(attention: Attention, training: bool) -> float:
 
 def high_precision_step(plan: Plan, training: bool) -> Step:
     """The step with no linear in FP8."""
+    graphs, linears = {site.node.graph for site in plan.sites}, {site.node for site in plan.sites}
     device = sum(_attention_time(attention, training) for attention in plan.attentions)
+    device += convolutions_microseconds(graphs, linears, training)
     for site in plan.sites:
         in_high_precision, around = (
             time(site.tokens, *site.features, training=training)

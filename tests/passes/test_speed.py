@@ -67,6 +67,29 @@ def test_a_causal_attention_is_half_of_a_full_one_and_training_costs_more() -> N
     assert speed.attention_microseconds(8, 512, 512, 64, causal=True, training=False) < causal
 
 
+@pytest.mark.parametrize("gradients", [0, 1, 2])
+def test_a_convolution_takes_its_flops_or_its_bytes_once_and_for_each_gradient(gradients: int) -> None:
+    flops, moved, of_weight = 1e12, 1e8, 1e6
+    around = 2 * moved * (3 if gradients else 1) / speed.BYTES_PER_MICROSECOND
+    products = [
+        speed.convolution_microseconds(each, moved, of_weight, channels=64, gradients=gradients) - around
+        for each in (flops, 1e6)
+    ]
+    bound = flops / speed.CONVOLUTION_FLOPS_PER_MICROSECOND, (moved + of_weight) / speed.BYTES_PER_MICROSECOND
+    assert products == pytest.approx([(1 + gradients) * each for each in bound])
+
+
+def test_a_convolution_of_few_channels_takes_what_was_measured() -> None:
+    """64 images of 224 pixels and 3 channels, cut into patches of 16 by 768 features in bf16: 381 µs."""
+    patches, length, features = 64 * 14 * 14, 3 * 16 * 16, 768
+    flops, moved = 2 * patches * length * features, 2 * patches * (length + features)
+    time = speed.convolution_microseconds(flops, moved, 2 * length * features, channels=3, gradients=0)
+    around = 2 * moved / speed.BYTES_PER_MICROSECOND
+    assert time - around == pytest.approx(381, rel=0.02)
+    many = speed.convolution_microseconds(flops, moved, 2 * length * features, channels=64, gradients=0)
+    assert many < time
+
+
 def test_a_host_pays_for_the_step_and_for_each_linear() -> None:
     assert HostCost(step=10, linear=3).of(4) == 22
     assert all(cost.step >= 0 and cost.linear > 0 for training in (True, False) for cost in speed.host_costs(training))
