@@ -178,11 +178,24 @@ def _in_aligned_rows(bias: Tensor) -> Tensor:
     return (bias if isinstance(missing, int) and missing == 0 else F.pad(bias, (0, missing))).contiguous()
 
 
+def _sum_of_shared(ds: Tensor, dims: list[int]) -> Tensor:
+    return ds.sum(dims, keepdim=True)
+
+
+def _sum_of_shared_fake(ds: Tensor, dims: list[int]) -> Tensor:
+    return ds.new_empty([1 if place in dims else size for place, size in enumerate(ds.shape)])
+
+
+SUM_OF_SHARED = define("sum_of_shared(Tensor ds, int[] dims) -> Tensor", _sum_of_shared, _sum_of_shared_fake)
+"""The sum over the first dimensions, which stay. An operator of its own: Inductor fuses sums with what reads them, here
+keys last, and would read ``ds`` across its rows for that."""
+
+
 def gradient_of_bias(bias_shape: Any, ds: Tensor) -> Tensor:
     """The gradient of a bias of this shape, [B or 1, H or 1, Sq, R], of ds: [B, H, Sk, …], as the backward operator
     returns it. Those that share a matrix are added up as they lie."""
     shared = [place for place in (0, 1) if isinstance(bias_shape[place], int) and bias_shape[place] == 1]
-    total = ds.sum(shared, keepdim=True) if shared else ds
+    total = SUM_OF_SHARED(ds, shared) if shared else ds
     gradient = total[..., : bias_shape[2]].mT
     missing = bias_shape[3] - ds.shape[2]
     return gradient if isinstance(missing, int) and missing == 0 else F.pad(gradient, (0, missing))

@@ -84,11 +84,11 @@ def test_without_a_mask(attend: Attend, queries: int, keys: int, width: int, dty
     assert check(attend, heads(queries, keys, width, dtype, score=-150.0), None) == ["finite"]
 
 
-@pytest.mark.parametrize(("width", "way"), [(64, "biased"), (128, "finite")])
+@pytest.mark.parametrize(("length", "width", "way"), [(192, 64, "biased"), (192, 128, "biased"), (64, 128, "finite")])
 @pytest.mark.parametrize("attend", [by_sdpa, spelled_out])
-def test_with_a_bias(attend: Attend, width: int, way: str) -> None:
-    mask = torch.randn(1, HEADS, 192, 192, device="cuda", dtype=torch.bfloat16)
-    assert check(attend, heads(192, 192, width, torch.bfloat16, score=-150.0), mask) == [way]
+def test_with_a_bias(attend: Attend, length: int, width: int, way: str) -> None:
+    mask = torch.randn(1, HEADS, length, length, device="cuda", dtype=torch.bfloat16)
+    assert check(attend, heads(length, length, width, torch.bfloat16, score=-150.0), mask) == [way]
 
 
 @pytest.mark.parametrize("attend", [by_sdpa, spelled_out])

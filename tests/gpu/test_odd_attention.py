@@ -123,7 +123,7 @@ def test_heads_of_odd_width(form: str, bias: str, length: int) -> None:
     check(model, x, ways * 2)
 
 
-@pytest.mark.parametrize(("length", "width"), [(256, 64), (197, 52), (72, 32), (129, 40)])
+@pytest.mark.parametrize(("length", "width"), [(256, 64), (197, 52), (72, 32), (129, 40), (160, 128)])
 @pytest.mark.parametrize("form", ["sdpa", "spelled"])
 def test_a_bias_that_learns_goes_to_kernels_of_ours(form: str, length: int, width: int) -> None:
     status = "recognised" if form == "spelled" else "sdpa"
@@ -132,10 +132,10 @@ def test_a_bias_that_learns_goes_to_kernels_of_ours(form: str, length: int, widt
 
 
 def test_a_bias_that_learns_beside_wide_heads_stays_with_products() -> None:
-    model = Attention("spelled", "learned", 256, 128)
+    model = Attention("spelled", "learned", 256, 256)
     with_scores, without = (compiled(copy.deepcopy(model).cuda().bfloat16(), compiler="inductor", save_memory=saves)
                             for saves in (False, True))  # fmt: skip
-    x = torch.randn(ROWS, 256, HEADS * 128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(ROWS, 256, HEADS * 256, device="cuda", dtype=torch.bfloat16)
     for run, way in ((with_scores, "stays "), (without, "recognised efficient")):
         with manager.recording() as records:
             run(x)

@@ -86,7 +86,7 @@ def test_the_gradient_is_the_sum_and_nothing_is_added_up_in_memory(form: str, ro
     x, dy = (torch.randn(16, 512, WIDTH, device="cuda", dtype=dtype) for _ in range(2))
     got, code = gradient(model, dy, x, ids)
     check(got, ids, dy, padding)
-    assert "atomic_add" not in code and "aten.index_put_(" not in code
+    assert "tl.atomic_add" not in code and "aten.index_put_(" not in code
 
 
 @pytest.mark.parametrize("dtype", STEPS, ids=str)
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_bias_by_heads_is_the_sum(heads: int, dtype: torch.dty
     got, code = gradient(model, dy, scores, torch.randn(64, WIDTH, device="cuda", dtype=dtype))
     places = torch.arange(length, device="cuda")
     check(got, (places[:, None] - places).abs().clamp(max=rows - 1), dy.permute(1, 2, 0))
-    assert "atomic_add" not in code
+    assert "tl.atomic_add" not in code
 
 
 def test_a_table_of_float32_under_autocast_gets_a_sum_of_16_bits() -> None:
@@ -120,7 +120,7 @@ def test_a_table_of_float32_under_autocast_gets_a_sum_of_16_bits() -> None:
 
     with torch.autocast("cuda", dtype=torch.bfloat16):
         got, code = gradient(Narrowed(), dy, x, ids)
-    assert got.dtype == torch.float32 and "atomic_add" not in code
+    assert got.dtype == torch.float32 and "tl.atomic_add" not in code
     check(got, ids, dy)
 
 
