@@ -28,9 +28,8 @@ from torch import Tensor
 
 from te_compile.ops import registry
 from te_compile.ops.attention_shapes import attended, gradients
-from te_compile.ops.dropout_attention import dropout_factors
 from te_compile.ops.library import define, define_composite
-from te_compile.ops.masked_attention import bits_of_tiles
+from te_compile.ops.masked_attention import bits_of_tiles, factors_of
 from te_compile.ops.window_attention import grouped_heads, in_rows
 
 ALIGNED = 8
@@ -49,11 +48,6 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
     return grouped_heads(q, q) @ grouped_heads(k, q).mT * scale + bias[..., : k.shape[1]].float()
 
 
-def _factors(bits: Tensor | None, like: Tensor, probability: float) -> Tensor | float:
-    """z, in the shape of the weights or for all of them."""
-    return 1.0 if bits is None else dropout_factors(bits, like, probability)
-
-
 @registry.register("biased_attention_forward", registry.REFERENCE)
 def biased_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, bits: Tensor | None, probability: float, scale: float
@@ -70,7 +64,7 @@ def biased_attention_reference(
     total = weights.sum(3, keepdim=True)
     p = weights / total.where(total > 0, 1)
     logsumexp = (top + total.log()).where(top >= LOWEST, -torch.inf).squeeze(3)
-    return in_rows(p * _factors(bits, p, probability) @ grouped_heads(v, q), q), logsumexp
+    return in_rows(p * factors_of(bits, p, probability) @ grouped_heads(v, q), q), logsumexp
 
 
 @registry.register("biased_attention_backward", registry.REFERENCE)
@@ -95,7 +89,7 @@ def biased_attention_backward_reference(
     """
     scores, sees = _scores(q, k, bias, scale), logsumexp.unsqueeze(3) > -torch.inf
     p = torch.exp(scores - logsumexp.unsqueeze(3).where(sees, torch.inf))
-    z = _factors(bits, p, probability)
+    z = factors_of(bits, p, probability)
     dout, result = grouped_heads(grad, grad), grouped_heads(out, out)
     shift = (dout * result).sum(dim=3, keepdim=True)
     ds = p * (dout @ grouped_heads(v, q).mT * z - shift)

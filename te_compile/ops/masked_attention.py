@@ -55,10 +55,10 @@ def masked_attention_reference(
     scores = _scores(q, k, unpacked(rows, k.shape[1]), scale)
     logsumexp = scores.logsumexp(3)
     p = torch.exp(scores - _finite(logsumexp))
-    return in_rows(p * _factors(bits, p, probability) @ grouped_heads(v, q), q), logsumexp
+    return in_rows(p * factors_of(bits, p, probability) @ grouped_heads(v, q), q), logsumexp
 
 
-def _factors(bits: Tensor | None, like: Tensor, probability: float) -> Tensor | float:
+def factors_of(bits: Tensor | None, like: Tensor, probability: float) -> Tensor | float:
     """z, in the shape of the weights or for all of them."""
     return 1.0 if bits is None else dropout_factors(bits, like, probability)
 
@@ -88,7 +88,7 @@ def masked_attention_backward_reference(
     """
     scores = _scores(q, k, unpacked(columns, q.shape[1]).mT, scale)
     p = torch.exp(scores - _finite(logsumexp))
-    z = _factors(bits, p, probability)
+    z = factors_of(bits, p, probability)
     dout, result = grouped_heads(grad, grad), grouped_heads(out, out)
     shift = (dout * result).sum(dim=3, keepdim=True)
     ds = p * (dout @ grouped_heads(v, q).mT * z - shift) * scale

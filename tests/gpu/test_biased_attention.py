@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from te_compile.kernels.native_attention import biased_backward, forward
 from te_compile.ops.biased_attention import (
@@ -21,6 +20,7 @@ from te_compile.ops.masked_attention import bits_of_tiles
 from te_compile.passes import manager
 from tests.compiling import compiled, cosine, relative_error
 from tests.needs import HOPPER_CORE
+from tests.padded_attention import Checkpointed, gradients, padded
 
 pytestmark = [HOPPER_CORE, pytest.mark.usefixtures("fresh_dynamo")]
 CLOSE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -136,28 +136,6 @@ class Block(nn.Module):
         bias = bias.where(there[:, None, None, :].bool(), torch.finfo(x.dtype).min)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=self.dropout)
         return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Checkpointed(nn.Module):
-    """A block that runs again in the backward pass."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor, there: Tensor) -> Tensor:
-        return checkpoint(self.block, x, there, use_reentrant=False)
-
-
-def padded(length: int) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens in bf16, one of which ends early."""
-    there = torch.ones(2, length, device="cuda", dtype=torch.long)
-    there[0, length // 3 :] = 0
-    return torch.randn(2, length, 512, device="cuda", dtype=torch.bfloat16), there
-
-
-def gradients(y: Tensor, model: nn.Module, dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, list(model.parameters()), dy)
 
 
 def agree(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], least: float) -> bool:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from te_compile.kernels.mask_tiles import mask_tiles
 from te_compile.kernels.native_attention import backward, forward
@@ -24,6 +23,7 @@ from te_compile.passes import manager
 from tests.compiling import compiled, cosine, relative_error
 from tests.masks import KINDS, drawn_mask
 from tests.needs import HOPPER_CORE
+from tests.padded_attention import Checkpointed, gradients, padded
 
 pytestmark = [HOPPER_CORE, pytest.mark.usefixtures("fresh_dynamo")]
 CLOSE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -146,28 +146,6 @@ class Block(nn.Module):
         mask = (place <= place[:, None]) & seen[:, None, None, :].bool()
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
         return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Checkpointed(nn.Module):
-    """A block that runs again in the backward pass."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        return checkpoint(self.block, x, seen, use_reentrant=False)
-
-
-def padded(length: int) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens in bf16, one of which ends early."""
-    seen = torch.ones(2, length, device="cuda", dtype=torch.long)
-    seen[0, length // 3 :] = 0
-    return torch.randn(2, length, 512, device="cuda", dtype=torch.bfloat16), seen
-
-
-def gradients(y: Tensor, model: nn.Module, dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, list(model.parameters()), dy)
 
 
 @pytest.mark.parametrize("wrap", [lambda block: block, Checkpointed], ids=["plain", "checkpointed"])
