@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_compile.ops import registry
 from te_compile.ops.mask_tiles import MASK_TILES
 from te_compile.ops.masked_attention import MASKED_ATTENTION
 from te_compile.options import Options
 from te_compile.passes.added_masks import Shown, shown_by
 from te_compile.passes.attention_kernels import ordinary_attentions
+from te_compile.passes.attention_operators import are_run_by_kernels
 from te_compile.passes.captured_nodes import argument, size_hint, value_of, wrapped_kind
 from te_compile.passes.dropout_attentions import wants_eager_draws
 from te_compile.passes.fold_masks import WINDOW
@@ -58,11 +58,8 @@ Runs = Callable[[Any, Any, Any, float], bool]
 
 
 def is_run_by_kernels(q: Any, k: Any, v: Any, probability: float) -> bool:
-    """Has the registry something better than the references? q, k, v: [B, S, H, D]."""
-    if torch.are_deterministic_algorithms_enabled():
-        return False  # the last bits of gradients differ from run to run
-    operators = (*_OPERATORS, "dropout_bits") if probability else _OPERATORS
-    return registry.are_run_by_kernels(operators, q.device, {"q": q, "k": k, "v": v, "probability": probability})
+    """Do kernels run attention under a mask? q, k, v: [B, S, H, D]; probability: of a dropout."""
+    return are_run_by_kernels(_OPERATORS, q, k, v, probability)
 
 
 def masked_attentions(regions: list[Region], plan: Plan, options: Options, runs: Runs = is_run_by_kernels) -> int:
