@@ -2,14 +2,14 @@
 
 T5 and its kin look a bias up by distance and head, and learn it, as BEiT and Swin do by place. Of PyTorch's fused
 kernels the memory-efficient one alone has a gradient for that, and it makes its products as Ampere does. Here the bias
-goes to ``te::biased_attention``. On an H200 attention takes, in microseconds, forward + backward, bf16, bits of a
-dropout drawn before (``python -m benchmarks.biased_attention``):
+goes to ``te::biased_attention``. On an H200 attention takes, in microseconds, bf16, forward and forward with backward,
+bits of a dropout drawn before (``python -m benchmarks.biased_attention``):
 
     rows × heads × positions × features   dropout   memory-efficient   cuDNN, with none that learns   by these
-    32 × 12 × 320 × 64, one for all rows  0.1       200 +  439                                         68 + 158
-    64 × 12 × 200 × 64, one for all rows            151 +  419          72 + 207                       60 + 182
-    8 × 32 × 1024 × 64, one for all rows            806 + 2002         307 + 798                      230 + 563
-    64 × 12 × 320 × 64, one for each row  0.1       395 +  888                                        130 + 304
+    32 × 12 × 320 × 64, one for all rows  0.1       200,  677                                          68,  257
+    64 × 12 × 200 × 64, one for all rows            150,  599          73,  283                        61,  268
+    8 × 32 × 1024 × 64, one for all rows            805, 3009          328, 1107                      231, 1025
+    64 × 12 × 320 × 64, one for each row  0.1       403, 1287                                         131,  431
 
 So biases that learn nothing go there too: a mask of numbers of which ``masked_attentions`` knows no booleans, a bias by
 distance in inference. Not one that is the same for all queries, of which cuDNN reads a row, and this would a matrix.

@@ -11,6 +11,7 @@ from te_compile.ops.biased_attention import (
     BIASED_ATTENTION,
     BIASED_ATTENTION_BACKWARD,
     BIASED_ATTENTION_FORWARD,
+    SUM_OF_SHARED,
     aligned,
 )
 from te_compile.ops.dropout_bits import unpacked
@@ -109,5 +110,8 @@ def test_fake_results_have_the_shapes_of_real_ones(wants_ds: bool) -> None:
     made = BIASED_ATTENTION_BACKWARD(q, q, k, v, bias, *real, None, 0.0, 0.25, wants_ds)
     operands = (x.to("meta") for x in (q, q, k, v, bias, *real))
     unreal = BIASED_ATTENTION_BACKWARD(*operands, None, 0.0, 0.25, wants_ds)
+    if wants_ds:  # the rows of a batch that share a bias
+        made, unreal = (*made, SUM_OF_SHARED(made[3], [0])), (*unreal, SUM_OF_SHARED(unreal[3], [0]))
+        assert made[4].shape == (1, *made[3].shape[1:]) and torch.equal(made[4], made[3].sum(0, keepdim=True))
     for one, other in zip((*real, *made), (*fake, *unreal), strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
