@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.compiling import compiled, cosine, error_but_for_ties, train_step
+from tests.compiling import compiled, cosine, error_but_for_ties, step_from, train_step
 from tests.emulation import emulated_linear
 from tests.needs import FP8_GPU
 
@@ -55,6 +55,7 @@ def test_values_and_gradients_are_the_textbooks(
     n, k, rows = (16 * int(torch.randint(2, 40, ())) for _ in range(3))
     model = Made(function, n, k)
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
     fast = compiled(model, strict=True, recipe=recipe, compiler=compiler, cost_model=False)
     stored = model.weight.detach().clone()
     results = []
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_the_textbooks(
             model.weight.copy_(stored)
         model.linear, x.grad = linear, None
         torch.manual_seed(0)
-        y, got = train_step(model, call, x)
+        y, got = step_from(model, call, dy, x)
         results.append((y, x.grad, got["weight"], model.weight.detach().clone()))
     for found, wanted in zip(*results, strict=True):
         assert error_but_for_ties(found, wanted) < 1e-2
