@@ -184,4 +184,64 @@ WORKS = {
         "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", 8, 160000, _wide(1024, 16, 3, 4096, **_SOUND),
         takes="waves",
     ),
+    "distilbert, padded": Work(
+        "DistilBertForMaskedLM", "DistilBertConfig", 64, 256,
+        {"dim": 768, "n_heads": 12, "hidden_dim": 3072, "n_layers": 4}, padded=True,
+    ),
+    "albert": Work("AlbertForMaskedLM", "AlbertConfig", 32, 384, _wide(1024, 16, 4, 4096, embedding_size=128)),
+    "electra, autocast": Work(
+        "ElectraForMaskedLM", "ElectraConfig", 32, 512, _wide(768, 12, 4, 3072, embedding_size=768), autocast=True
+    ),
+    "esm, padded": Work(
+        "EsmForMaskedLM", "EsmConfig", 16, 768,
+        _wide(1280, 20, 3, 5120, position_embedding_type="rotary", pad_token_id=1, mask_token_id=32), padded=True,
+    ),
+    "mpnet": Work("MPNetForMaskedLM", "MPNetConfig", 32, 384, _wide(768, 12, 4, 3072), attn="eager"),
+    "gemma3": Work(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", 4, 2048,
+        _wide(1152, 4, 4, 6912, 1, head_dim=256, sliding_window=512),
+    ),
+    "mistral, padded": Work(
+        "MistralForCausalLM", "MistralConfig", 4, 2048, _wide(2048, 16, 3, 7168, 4, sliding_window=1024), padded=True
+    ),
+    "falcon": Work(
+        "FalconForCausalLM", "FalconConfig", 4, 1024,
+        {"hidden_size": 2304, "num_attention_heads": 36, "num_hidden_layers": 3, "multi_query": True},
+    ),
+    "phi": Work("PhiForCausalLM", "PhiConfig", 4, 2048, _wide(2560, 32, 2, 10240, 32, partial_rotary_factor=0.4)),
+    "granite, spelled out": Work(
+        "GraniteForCausalLM", "GraniteConfig", 4, 1024, _wide(2048, 32, 3, 8192, 8), attn="eager"
+    ),
+    "mixtral": Work("MixtralForCausalLM", "MixtralConfig", 4, 1024, _wide(1024, 16, 2, 3584, 4, num_local_experts=8)),
+    "gpt_oss": Work(
+        "GptOssForCausalLM", "GptOssConfig", 4, 1024,
+        _wide(1440, 16, 2, 1440, 4, head_dim=64, num_local_experts=16), attn="eager",
+    ),
+    "t5, padded": Work("T5ForConditionalGeneration", "T5Config", 32, 320, _T5, padded=True),
+    "t5, spelled out": Work("T5ForConditionalGeneration", "T5Config", 32, 256, _T5, attn="eager"),
+    "gpt2, checkpointed, padded": Work(
+        "GPT2LMHeadModel", "GPT2Config", 8, 1024, _gpt2(1280, 20, 3), padded=True, checkpointed=True
+    ),
+    "bert, lengths vary": Work(
+        "BertForMaskedLM", "BertConfig", 32, 448, _wide(1024, 16, 3, 4096), dynamic=True, padded=True
+    ),
+    "llama, narrow heads": Work("LlamaForCausalLM", "LlamaConfig", 8, 1000, _wide(1152, 18, 4, 3072, 6)),
+    "deit": Work(
+        "DeiTForImageClassification", "DeiTConfig", 64, 384, _wide(768, 12, 3, 3072, image_size=384), takes="images"
+    ),
+    "convnextv2": Work(
+        "ConvNextV2ForImageClassification", "ConvNextV2Config", 64, 224,
+        {"hidden_sizes": [128, 256, 512, 1024], "depths": [2, 2, 6, 2], **_IMAGE}, takes="images", attn="eager",
+    ),
+    "segformer": Work(
+        "SegformerForImageClassification", "SegformerConfig", 32, 256,
+        {"hidden_sizes": [64, 128, 320, 512], "depths": [2, 2, 4, 2], "decoder_hidden_size": 768}, takes="images",
+    ),
+    "hubert": Work(
+        "HubertForSequenceClassification", "HubertConfig", 8, 160000, _wide(1024, 16, 3, 4096, **_SOUND), takes="waves"
+    ),
+    "wavlm": Work(
+        "WavLMForSequenceClassification", "WavLMConfig", 4, 160000, _wide(1024, 16, 2, 4096, **_SOUND), takes="waves",
+        attn="eager",
+    ),
 }  # fmt: skip
