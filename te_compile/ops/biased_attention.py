@@ -199,36 +199,59 @@ class _BiasedAttention(torch.autograd.Function):
     """The module's formulas, in operators of the joint graph; q, k and v are [B, S, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, probability: float, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        probability: float,
+        scale: float,
+        learned: Tensor | None,
+    ) -> Tensor:
         bits = bits_of_tiles(q, k, probability) if probability else None
         rows = _in_aligned_rows(bias)
         out, logsumexp = BIASED_ATTENTION_FORWARD(q, k, v, rows, bits, probability, scale)
         ctx.save_for_backward(q, k, v, rows, out, logsumexp, bits)
         ctx.constants = probability, scale
-        ctx.bias_shape = bias.shape
+        learner = bias if learned is None else learned
+        ctx.learner = learner.shape, learner.dtype
+        ctx.learns = ctx.needs_input_grad[3 if learned is None else 6]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        learns = ctx.needs_input_grad[3]
-        *made, ds = BIASED_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants, learns)
-        wanted = zip(made, ctx.needs_input_grad[:3], strict=True)
-        dbias = gradient_of_bias(ctx.bias_shape, ds) if learns else None
-        return *(gradient if needed else None for gradient, needed in wanted), dbias, None, None
+        *made, ds = BIASED_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, *ctx.constants, ctx.learns)
+        wanted = [gradient if needed else None for gradient, needed in zip(made, ctx.needs_input_grad[:3], strict=True)]
+        shape, dtype = ctx.learner
+        learned = gradient_of_bias(shape, ds).to(dtype) if ctx.learns else None
+        whole, part = (None, learned) if ctx.needs_input_grad[6] else (learned, None)
+        return *wanted, whole, None, None, part
 
 
-def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, probability: float, scale: float) -> Tensor:
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    probability: float,
+    scale: float,
+    learned: Tensor | None = None,
+) -> Tensor:
     """q: [B, H, Sq, D]; k and v: [B, G, Sk, D], H a multiple of G; bias: [B or 1, H or 1, Sq, R], of whose R numbers
     the first Sk are added; of one dtype.
 
-    probability: of dropping a weight, 0 for none; else G must be H. Returns [B, H, Sq, D], which lies in memory as
-    [B, Sq, H, D], for the output projection to read.
+    probability: of dropping a weight, 0 for none; else G must be H. learned: [B or 1, H or 1, Sq, Sk], of any dtype,
+    what of the bias learns, given one that itself learns nothing. Its numbers are not read; its gradient is that of the
+    whole, so what else the bias is made of must be added to it, or hide by less than -10³⁰. Returns [B, H, Sq, D],
+    which lies in memory as [B, Sq, H, D], for the output projection to read.
     """
     operands = [x.transpose(1, 2) for x in (q, k, v)]
-    return _BiasedAttention.apply(*operands, bias, probability, scale).transpose(1, 2)
+    return _BiasedAttention.apply(*operands, bias, probability, scale, learned).transpose(1, 2)
 
 
 BIASED_ATTENTION = define_composite(
-    "biased_attention(Tensor q, Tensor k, Tensor v, Tensor bias, float probability, float scale) -> Tensor",
+    "biased_attention(Tensor q, Tensor k, Tensor v, Tensor bias, float probability, float scale, "
+    "Tensor? learned=None) -> Tensor",
     biased_attention,
 )

@@ -15,7 +15,8 @@ So biases that learn nothing go there too: a mask of numbers of which ``masked_a
 distance in inference. Not one that is the same for all queries, of which cuDNN reads a row, and this would a matrix.
 
 The bias is laid out once for all attentions that read it: keys side by side, in rows of a multiple of eight, once for
-all rows of a batch that share it.
+all rows of a batch that share it. Where they share what learns of it and no more, as under a mask of padding, the
+gradient goes straight to that part (shared_biases.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from te_compile.passes.efficient_attention import bias_learns, cast_for_attentio
 from te_compile.passes.masked_attentions import may_drop, operands_before_copies
 from te_compile.passes.plan import Attention, Plan
 from te_compile.passes.regions import Region
+from te_compile.passes.shared_biases import shared_part
 from te_compile.passes.side_effects import may_change
 from te_compile.passes.window_attentions import may_be_an_operator, put_operator, read_as_rows
 from te_compile.passes.writing import Writer
@@ -98,16 +100,24 @@ def _replaced(attention: Attention, operands: list[Node], changes: dict[Node, bo
     """The attention with the operator in the place of its call. laid: biases that were met before."""
     node: Any = attention.node
     mask, dtype = argument(node, 3, "attn_mask"), value_of(node).dtype
+    part = shared_part(mask, changes) if bias_learns(value_of(mask)) else None
     key = (node.graph, mask, dtype)
     bias = laid.get(key)
     if bias is None:
-        bias = _laid_out(Writer(node), mask, dtype)
+        write = Writer(node)
+        bias = _laid_out(write, mask if part is None else write.method("detach", mask), dtype)
         if not may_change(mask, changes):
             laid[key] = bias
+    learned = [] if part is None else [_of_all_rows(Writer(node), part)]
     undone = operands[1] is not argument(node, 1, "key")
     probability = float(argument(node, 4, "dropout_p", 0.0))
-    call = put_operator(BIASED_ATTENTION, node, operands, [bias, probability])
+    call = put_operator(BIASED_ATTENTION, node, operands, [bias, probability], learned)
     return replace(attention, node=call, kernel="biased", **({"heads": "undone", "heads_reason": ""} if undone else {}))
+
+
+def _of_all_rows(write: Writer, part: Node) -> Node:
+    """``part`` as [1, H, Sq, Sk]."""
+    return part if value_of(part).dim() == 4 else write.method("unsqueeze", part, 0)
 
 
 def _laid_out(write: Writer, mask: Node, dtype: torch.dtype) -> Node:

@@ -65,6 +65,21 @@ def test_a_bias_that_hides_keys(hidden: float) -> None:
     assert_gradients_match(out, wanted, [q, k, v, added])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "of_heads"), [(1, 1), (1, 4), (BATCH, 1)])
+def test_the_part_of_a_bias_that_learns_has_the_gradient(rows: int, of_heads: int, dtype: torch.dtype) -> None:
+    q, k, v, _ = drawn(4, 4, 70, 90)
+    learned = torch.randn(rows, of_heads, 70, 90, requires_grad=True, dtype=dtype)
+    shown = torch.rand(BATCH, 1, 70, 90) < 0.5
+    shown[..., 5] = True
+    bias = torch.where(shown, learned.float(), torch.finfo(torch.float32).min) + torch.randn(BATCH, 4, 70, 1)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.25)
+    out = BIASED_ATTENTION(q, k, v, bias.detach(), 0.0, 0.25, learned)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert torch.autograd.grad(out.sum(), learned, retain_graph=True)[0].dtype == dtype
+    assert_gradients_match(out, wanted, [q, k, v, learned])
+
+
 def test_a_query_that_sees_nothing_has_nothing() -> None:
     q, k, v, bias = (x.detach() for x in drawn(2, 2, 72, 72, (1, 1)))
     bias[:, :, 3], bias[:, :, 4] = -torch.inf, torch.finfo(torch.bfloat16).min

@@ -120,19 +120,41 @@ def test_a_bias_of_layers_is_laid_out_once() -> None:
         assert relative_error(one, other) < 1e-4
 
 
-def test_padding_is_a_part_of_the_bias() -> None:
-    """As transformers has it: a matrix for each row of the batch, in which what is not seen is lowest."""
+@pytest.mark.parametrize("dims", [3, 4])
+def test_padding_is_a_part_of_the_bias(dims: int) -> None:
+    """As transformers has it: a matrix for each row of the batch and in each layer, in which what is not seen is
+    lowest. The gradient goes to what rows share."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, there: Tensor) -> Tensor:
-        bias = torch.where(there[:, None, None, :], relative(table, LENGTH, LENGTH), LOWEST)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        shared = relative(table, LENGTH, LENGTH)
+        for _ in range(2):
+            bias = torch.where(there[:, None, None, :], shared if dims == 4 else shared[0], LOWEST)
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.contiguous())
+        return q
 
     there = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     there[0, 30:] = False
     inputs = [heads(), heads(), heads(), table()]
     count, gm, _ = passed(run, *inputs, there)
-    assert count == 1 and value_of(calls_of(gm)[0].args[3]).shape == (BATCH, HEADS, LENGTH, LENGTH)
+    assert count == 2
+    for call in calls_of(gm):
+        bias, learned = value_of(call.args[3]), value_of(call.args[6])
+        assert bias.shape == (BATCH, HEADS, LENGTH, LENGTH) and not bias.requires_grad
+        assert learned.shape == (1, HEADS, LENGTH, LENGTH) and learned.requires_grad
+    torch.testing.assert_close(gm(*gm.given)[0], run(*inputs, there), rtol=1e-4, atol=1e-5)
     for one, other in zip(gradients(gm(*gm.given)[0], inputs), gradients(run(*inputs, there), inputs), strict=True):
+        assert relative_error(one, other) < 1e-4
+        assert (one - other).flatten(0, -2).norm(dim=0).max() < 1e-3 * other.flatten(0, -2).norm(dim=0).max()
+
+
+def test_a_bias_of_each_row_keeps_its_own_gradient() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias * 2)
+
+    inputs = [heads(), heads(), heads(), torch.randn(BATCH, HEADS, LENGTH, LENGTH, requires_grad=True)]
+    count, gm, _ = passed(run, *inputs)
+    assert count == 1 and len(calls_of(gm)[0].args) == 6
+    for one, other in zip(gradients(gm(*gm.given)[0], inputs), gradients(run(*inputs), inputs), strict=True):
         assert relative_error(one, other) < 1e-4
 
 
