@@ -53,6 +53,8 @@ class Work:
         parameters, images = {**vocabulary, **self.parameters}, self.takes == "images"
         described = Model(self.model, self.config, parameters, (0, 0), (0, 0), images=images)
         smaller = {name: size for name, size in _SMALLER.items() if type(size) is type(parameters.get(name))}
+        if parameters.get("num_key_value_heads", 0) == parameters.get("num_attention_heads"):
+            smaller["num_key_value_heads"] = smaller["num_attention_heads"]  # some know no other number
         config = described.configured(self.attn, smaller if DEVICE.type == "cpu" else {})
         with DEVICE:
             model = described.built(config)
@@ -213,6 +215,15 @@ WORKS = {
         "GraniteForCausalLM", "GraniteConfig", 4, 1024, _wide(2048, 32, 3, 8192, 8), attn="eager"
     ),
     "mixtral": Work("MixtralForCausalLM", "MixtralConfig", 4, 1024, _wide(1024, 16, 2, 3584, 4, num_local_experts=8)),
+    "deepseek_v3": Work(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", 4, 2048,
+        _wide(
+            2048, 16, 2, 6144, 16, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+            v_head_dim=128, first_k_dense_replace=2,
+        ),
+    ),
+    "glm4": Work("Glm4ForCausalLM", "Glm4Config", 4, 2048, _wide(2048, 16, 2, 6848, 2, head_dim=128)),
+    "nemotron": Work("NemotronForCausalLM", "NemotronConfig", 4, 2048, _wide(2048, 16, 3, 8192, 8)),
     "gpt_oss": Work(
         "GptOssForCausalLM", "GptOssConfig", 4, 1024,
         _wide(1440, 16, 2, 1440, 4, head_dim=64, num_local_experts=16), attn="eager",

@@ -17,6 +17,7 @@ OPTIONAL_PASSES = (
     "recognise_attention",
     "give_four_dimensions",
     "recognise_norms",
+    "join_biases",
     "lower_losses",
     "fold_masks",
     "move_row_masks",

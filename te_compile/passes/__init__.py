@@ -27,6 +27,7 @@ from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
 from te_compile.passes.give_four_dimensions import give_four_dimensions
+from te_compile.passes.join_biases import join_biases
 from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.join_products import join_products
 from te_compile.passes.lay_out_attention_gradients import lay_out_attention_gradients
@@ -74,6 +75,7 @@ def normalize_passes(options: Options) -> tuple[GraphPass, ...]:
         partial(recognise_attention, options=options),
         give_four_dimensions,
         recognise_norms,
+        join_biases,  # before the losses, which want logits that a product has written
         lower_losses,  # no linear's business, nor FP8's
     )
 
