@@ -18,6 +18,7 @@ OPTIONAL_PASSES = (
     "give_four_dimensions",
     "recognise_norms",
     "join_biases",
+    "scale_before_products",
     "lower_losses",
     "fold_masks",
     "move_row_masks",

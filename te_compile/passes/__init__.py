@@ -49,6 +49,7 @@ from te_compile.passes.recognise_norms import recognise_norms
 from te_compile.passes.recomputed_attentions import recomputed_attentions
 from te_compile.passes.remake_transposed import remake_transposed
 from te_compile.passes.save_between_regions import save_between_regions
+from te_compile.passes.scale_before_products import scale_before_products
 from te_compile.passes.set_names_aside import set_names_aside
 from te_compile.passes.settle_sums import settle_sums
 from te_compile.passes.share_across_regions import share_across_regions
@@ -76,6 +77,7 @@ def normalize_passes(options: Options) -> tuple[GraphPass, ...]:
         give_four_dimensions,
         recognise_norms,
         join_biases,  # before the losses, which want logits that a product has written
+        scale_before_products,  # likewise
         lower_losses,  # no linear's business, nor FP8's
     )
 
