@@ -34,6 +34,7 @@ from te_compile.passes.grouped_linears import FORM, OTHER_FORM, grouped_site, is
 from te_compile.passes.left_products import left_site
 from te_compile.passes.linear_convolutions import convolution_site, is_convolution
 from te_compile.passes.linear_einsums import einsum_site
+from te_compile.passes.lone_linears import LINEARS
 from te_compile.passes.names import KnownNames, module_name, own_variable
 from te_compile.passes.plan import Cause, Plan, Site
 from te_compile.passes.regions import Left, Region
@@ -210,7 +211,7 @@ def _is_matrix_product(node: Node) -> bool:
 
 
 _FORMS: tuple[tuple[Callable[[Node], bool], Callable[[Region, Node, Weights], Site | None]], ...] = (
-    (lambda node: node.target in (F.linear, torch._C._nn.linear), _linear_site),
+    (lambda node: node.target in LINEARS, _linear_site),
     (lambda node: node.target in (torch.addmm, "addmm"), _addmm_site),
     (_is_matrix_product, _matmul_site),
     (_is_matrix_product, left_site),

@@ -12,23 +12,18 @@ autocast that adds a bias in float32 to a product in 16 bits makes another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import argument, is_tensor, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import is_tensor, value_of
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.lone_linears import is_lone, operands, put_at_reader
 from te_compile.passes.mask_numbers import SUMS
-from te_compile.passes.side_effects import undisturbed
 from te_compile.passes.sizes import same
 from te_compile.passes.writing import Writer
 from te_compile.passes.written_tensors import writes
-
-_LINEARS: tuple[Callable[..., Tensor], ...] = (F.linear, torch._C._nn.linear)
 
 
 def join_biases(graph: Graph) -> int:
@@ -48,32 +43,21 @@ def _with_its_bias(add: Node) -> tuple[Node, Node] | None:
         return None
     sides: list[Any] = list(add.args)
     for linear, bias in (sides, sides[::-1]):
-        if _is_without_bias(linear) and set(linear.users) == {add} and _is_a_bias(bias, linear, add):
-            reads = [bias, *(argument(linear, at, name) for at, name in enumerate(("input", "weight")))]
-            is_its_own = not writes(add) or linear is sides[0]
-            return (linear, bias) if is_its_own and undisturbed(linear, add, (linear, add), reads) else None
+        is_its_own = linear is sides[0] or not writes(add)
+        if is_its_own and is_lone(linear, add, bias) and _is_a_bias(*map(value_of, (bias, linear, add))):
+            return linear, bias
     return None
 
 
-def _is_without_bias(node: Node) -> bool:
-    is_alone = node.target in _LINEARS and argument(node, 2, "bias") is None
-    return is_alone and bool(
-        value_of(argument(node, 1, "weight")).dim() == 2
-    )  # by a vector it is a product for each row
-
-
-def _is_a_bias(vector: Node, linear: Node, add: Node) -> bool:
-    """Is ``vector`` one number for each feature of ``linear``, and does nothing but its value change by the sum?"""
-    bias, product, total = map(value_of, (vector, linear, add))
-    if any(map(wrapped_kind, (vector, linear, add))) or not 1 <= bias.dim() <= product.dim():
+def _is_a_bias(vector: Tensor, product: Tensor, total: Tensor) -> bool:
+    """Is ``vector`` one number for each feature of ``product``, and ``total`` of the same dtype?"""
+    if not 1 <= vector.dim() <= product.dim() or vector.device != product.device:
         return False
-    is_row = same(bias.shape[-1], product.shape[-1]) and all(same(size, 1) for size in bias.shape[:-1])
-    return is_row and bias.dtype == product.dtype == total.dtype and bias.device == product.device
+    is_row = same(vector.shape[-1], product.shape[-1]) and all(same(size, 1) for size in vector.shape[:-1])
+    return is_row and vector.dtype == product.dtype == total.dtype
 
 
 def _join(add: Node, linear: Node, bias: Node) -> None:
     write = Writer(add, line=linear)
     vector = bias if value_of(bias).dim() == 1 else write.method("reshape", bias, -1)
-    x, weight = argument(linear, 0, "input"), argument(linear, 1, "weight")
-    write.put_in_place(write.product(F.linear, x, weight, vector))
-    linear.graph.erase_node(linear)
+    put_at_reader(write, linear, operands(linear)[0], vector)

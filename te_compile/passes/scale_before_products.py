@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from te_compile.passes.captured_nodes import argument, is_tensor, size_hint, value_of, wrapped_kind
+from te_compile.passes.captured_nodes import is_tensor, size_hint, value_of
 from te_compile.passes.function_transforms import transforms_around
+from te_compile.passes.lone_linears import is_lone, operands, put_at_reader
 from te_compile.passes.mask_numbers import PRODUCTS, QUOTIENTS
-from te_compile.passes.side_effects import undisturbed
 from te_compile.passes.writing import Writer
 from te_compile.passes.written_tensors import writes
 
-_LINEARS: tuple[Callable[..., Tensor], ...] = (F.linear, torch._C._nn.linear)
 _EXACT = (torch.bfloat16, torch.float32)
 _MOST = 64.0
 """A factor of this, or its inverse, still leaves all but the smallest and the largest numbers what they are."""
@@ -59,23 +55,16 @@ def _factor(node: Node) -> float | None:
 
 def _scaled_linear(node: Node) -> Node | None:
     """The linear whose result ``node`` scales, if what it reads can be scaled as well."""
-    if _factor(node) is None:
+    linear: Any = None if _factor(node) is None else next(each for each in node.args if is_tensor(each))
+    if linear is None or not is_lone(linear, node):
         return None
-    linear: Any = next(each for each in node.args if is_tensor(each))
-    if linear.target not in _LINEARS or argument(linear, 2, "bias") is not None or set(linear.users) != {node}:
-        return None
-    x, weight = argument(linear, 0, "input"), argument(linear, 1, "weight")
+    x, weight = operands(linear)
     values = [value_of(each) for each in (x, weight, linear, node)]
-    if any(map(wrapped_kind, (x, weight, linear, node))) or any(each.dtype not in _EXACT for each in values):
-        return None
-    is_wider = values[1].dim() == 2 and size_hint(values[1].shape[0]) > size_hint(values[1].shape[1])
-    is_same = values[2].dtype == values[3].dtype
-    return linear if is_wider and is_same and undisturbed(linear, node, (linear, node), (x, weight)) else None
+    is_exact = all(each.dtype in _EXACT for each in values) and values[2].dtype == values[3].dtype
+    results, features = map(size_hint, values[1].shape)
+    return linear if is_exact and results > features else None
 
 
 def _move(scaling: Node, linear: Node) -> None:
     write = Writer(scaling, line=linear)
-    x, weight = argument(linear, 0, "input"), argument(linear, 1, "weight")
-    scaled = write.call(operator.mul, x, _factor(scaling))
-    write.put_in_place(write.product(F.linear, scaled, weight))
-    linear.graph.erase_node(linear)
+    put_at_reader(write, linear, write.call(operator.mul, operands(linear)[0], _factor(scaling)))
