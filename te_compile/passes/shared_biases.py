@@ -42,7 +42,7 @@ def shared_part(mask: Node, changes: dict[Node, bool]) -> Node | None:
     while is_tensor(node) and value_of(node).requires_grad and not may_change(node, changes):
         part = value_of(node)
         is_shared = part.dim() == 3 or (part.dim() == 4 and statically_known_true(part.shape[0] == 1))
-        if is_shared and same_sizes(part.shape[-3:], whole.shape[1:]):
+        if is_shared and part.device == whole.device and same_sizes(part.shape[-3:], whole.shape[1:]):
             return node
         if node.target in SUMS:
             deepest = -math.inf  # nothing else stays hidden whatever is added

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from te_compile import backend
 from te_compile.inspect.attentions import AttentionRow
 from te_compile.ops.biased_attention import BIASED_ATTENTION
 from te_compile.options import Options
 from te_compile.passes import biased_attentions as module
+from te_compile.passes import manager
 from te_compile.passes.bias_kernels import FEWEST_POSITIONS
 from te_compile.passes.biased_attentions import biased_attentions
 from te_compile.passes.captured_nodes import value_of
@@ -24,7 +26,7 @@ from te_compile.passes.find_attentions import find_attentions
 from te_compile.passes.plan import Plan
 from te_compile.passes.regions import regions_of
 from tests.capturing import captured
-from tests.compiling import compiled, relative_error
+from tests.compiling import compiled, relative_error, te_nodes
 from tests.kernel_order import order_of_kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "an_order_of_kernels_that_nobody_has_changed")
@@ -274,10 +276,52 @@ def test_a_model_trains_in_fp8_as_without_the_pass(monkeypatch: pytest.MonkeyPat
         fires = partial(biased_attentions, runs=lambda q, k, v, probability, runs=runs: runs)
         fires.__name__ = "biased_attentions"  # type: ignore[attr-defined]
         monkeypatch.setattr(backend, "biased_attentions", fires)
-        y = compiled(model)(x)
+        torch._dynamo.reset()  # or it would run what it has compiled
+        with manager.recording() as records:
+            y = compiled(model)(x)
         results.append([y, *gradients(y, list(model.parameters()))])
+        assert len(te_nodes(records[0], "biased_attention_forward")) == runs
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other) < 0.05
+
+
+class Padded(Block):
+    """The same under a mask of padding, in a checkpointed region or not."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+
+    def attended(self, x: Tensor, bias: Tensor, there: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.qkv(x).unflatten(2, (3, HEADS, -1)).unbind(2))
+        seen = torch.where(there[:, None, None, :], bias, torch.finfo(x.dtype).min)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.contiguous())
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        bias = relative(self.table, LENGTH, LENGTH)
+        for _ in range(2):
+            given = (x, bias, there)
+            x = checkpoint(self.attended, *given, use_reentrant=False) if self.checkpointed else self.attended(*given)
+        return x
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_padded_model_trains_as_without_the_pass(checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, results = torch.randn(BATCH, LENGTH, 64, dtype=torch.bfloat16), []
+    there = torch.arange(LENGTH) < torch.tensor([[40], [LENGTH]])
+    model = Padded(checkpointed).to(torch.bfloat16)
+    for runs in (False, True):
+        fires = partial(biased_attentions, runs=lambda q, k, v, probability, runs=runs: runs)
+        fires.__name__ = "biased_attentions"  # type: ignore[attr-defined]
+        monkeypatch.setattr(backend, "biased_attentions", fires)
+        torch._dynamo.reset()
+        with manager.recording() as records:
+            y = compiled(model, exclude=["*"])(x, there)
+        results.append([y, *gradients(y, list(model.parameters()))])
+        assert len(te_nodes(records[0], "sum_of_shared")) == 2 * runs
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) < 0.02
 
 
 def test_a_report_says_so() -> None:
