@@ -264,6 +264,14 @@ def _keep_what_makes_weights(sites: list[Site]) -> None:
             site.keep(Cause.RULE, f"{why}; nothing to do: FP8 here would round it twice")
 
 
+def _keep_products_with_themselves(sites: list[Site], weights: Weights) -> None:
+    """``w @ w.T`` is no linear. What a model asks of it, as how far from orthogonal ``w`` is, rounding would bury."""
+    for site in sites:
+        if site.x is not None and site.weight is not None and weights.are_of_one_parameter(site.x, site.weight):
+            why = "it multiplies a parameter with itself, as where a weight is held orthogonal"
+            site.keep(Cause.RULE, f"{why}; nothing to do: FP8 is for products with what comes from the call")
+
+
 def find_linears(regions: list[Region], left: list[Left], example_inputs: Any, plan: Plan) -> int:
     """Fill ``plan`` with every linear of ``regions``; those in bodies that were ``left`` alone are kept, and say so."""
     root = regions[0]
@@ -275,6 +283,7 @@ def find_linears(regions: list[Region], left: list[Left], example_inputs: Any, p
     for region in regions:
         plan.sites.extend(_sites_in(region, weights))
     _keep_what_makes_weights(plan.sites)
+    _keep_products_with_themselves(plan.sites, weights)
     for each in left:
         plan.sites.extend(_sites_left(each, plan.parameters))
     _give_full_names(plan)

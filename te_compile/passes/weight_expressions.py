@@ -273,13 +273,29 @@ class Weights:
     @functools.cached_property
     def from_the_call(self) -> set[Node]:
         """All that is computed from what the model was called with."""
-        found: set[Node] = set()
+        return {node for node, parameters in self._made_of.items() if parameters is None}
+
+    def are_of_one_parameter(self, x: Node, weight: Node) -> bool:
+        """Is ``x`` made of parameters that ``weight`` is made of as well, and of nothing from the call?"""
+        of_x, of_weight = self._made_of.get(x), self._made_of.get(weight)
+        return bool(of_x and of_weight and of_x <= of_weight)
+
+    @functools.cached_property
+    def _made_of(self) -> dict[Node, frozenset[Node] | None]:
+        """The parameters that each node is computed from; None for what something of the call goes into as well."""
+        found: dict[Node, frozenset[Node] | None] = {}
         for region in self.regions:  # a body comes after what calls it
             for node in region.graph.nodes:
                 source = origin(node, region)[0]
-                is_handed_in = isinstance(source, Node) and source not in self.parameters and is_given(source)
-                if is_handed_in or not found.isdisjoint((source, *node.all_input_nodes)):
-                    found.add(node)
+                if isinstance(source, Node) and source in self.parameters:
+                    found[node] = frozenset((source,))
+                elif isinstance(source, Node) and is_given(source):
+                    found[node] = None
+                else:
+                    operands = [each for each in (source, *node.all_input_nodes) if isinstance(each, Node)]
+                    found[node] = _united(found.get(each, frozenset()) for each in operands)
+                for changed in written_by(node):
+                    found[changed] = found[node]
         return found
 
     def _is_written_before_it_is_read(self, node: Node, region: Region) -> bool:
@@ -354,6 +370,16 @@ class Weights:
             raise NotInFrontError(f"{prefix} under an autocast that begins there; {AUTOCAST_OUTSIDE}")
         if node in self.transformed:
             raise NotAWeightError(f"{prefix} inside a function transform of torch.func; move it out of there for FP8")
+
+
+def _united(sets: Iterable[frozenset[Node] | None]) -> frozenset[Node] | None:
+    """All that is in one of ``sets``; None if one of them is None."""
+    united: frozenset[Node] = frozenset()
+    for each in sets:
+        if each is None:
+            return None
+        united = each if united <= each else united | each
+    return united
 
 
 def _no_parameter(leaves: Iterable[Node]) -> str:

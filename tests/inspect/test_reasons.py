@@ -128,6 +128,7 @@ LINEARS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = 
     "from the call": ("the call", lambda: (With(lambda m, x: F.linear(x, m.weight * x.mean())), rows()), {}),
     "product": ("another product", lambda: (With(by_a_bilinear), rows()), {}),
     "makes a weight": ("a weight", lambda: (With(lambda m, x: F.linear(x, m.weight @ m.fc.weight)), rows()), {}),
+    "with itself": ("with itself", lambda: (With(lambda m, x: m.fc(x) + (m.weight.T @ m.weight).sum()), rows()), {}),
     "bilinear": ("bilinear", lambda: (nn.Sequential(Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH))), rows()), {}),
     "einsum": ("einsum", lambda: (With(lambda m, x: torch.einsum("ij,ij->i", x, m.weight[:LENGTH])), rows()), {}),
     "addmm": ("addmm", lambda: (With(lambda m, x: torch.addmm(m.fc.bias, x, m.fc.weight, beta=0)), rows()), {}),

@@ -335,6 +335,65 @@ def test_what_only_the_model_takes_part_in_is_kept_by_rule(training: bool) -> No
         assert relative_error(compiled(model, strict=True)(x), y) < 0.1
 
 
+WITH_ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
+    "w @ w.T": lambda w: w @ w.T,
+    "w.T @ w": lambda w: torch.mm(w.t(), w),
+    "F.linear(w, w)": lambda w: F.linear(w, w),
+    "addmm": lambda w: torch.addmm(torch.zeros(48), w, w.T),
+    "einsum": lambda w: torch.einsum("ik,jk->ij", w, w),
+    "a batch": lambda w: torch.bmm(w.view(3, 16, 48), w.view(3, 16, 48).mT),
+}
+
+
+@pytest.mark.parametrize("around", ("in the open", "checkpointed"))
+@pytest.mark.parametrize("form", WITH_ITSELF)
+def test_a_parameter_times_itself_keeps_its_precision(form: str, around: str) -> None:
+    """As where a loss holds a weight orthogonal, which it is here but for the last bits."""
+
+    def strayed(w: Tensor) -> Tensor:
+        gram = WITH_ITSELF[form](w)
+        return (gram - torch.eye(gram.shape[-1])).square().sum()
+
+    def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        extra = strayed(w) if around == "in the open" else checkpoint(strayed, w, use_reentrant=False)
+        return F.linear(x, w).square().mean() + extra * 1e6
+
+    model, x = With(run, 48, 48), torch.randn(8, 48)
+    nn.init.orthogonal_(model.weight)
+    report = te_compile.explain(model, x)
+    product, *others = [row for row in report.rows if "with itself" in row.reason]
+    assert [row.status for row in report.rows].count("fp8") == 1 and not others
+    assert report.totals["kept_by_rule"] == 1 and product.status == "kept"
+    torch._dynamo.reset()
+    assert relative_error(compiled(model, strict=True)(x), model(x)) < 0.1
+
+
+def test_powers_of_what_a_parameter_is_written_into_keep_their_precision() -> None:
+    """A rotation from the angles of a parameter, by a series."""
+
+    def rotated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        made = torch.zeros(4, 16, 16)
+        made[:, torch.arange(16), :] = w
+        skew = made - made.mT
+        square = torch.bmm(skew, skew)
+        series = torch.eye(16) + skew + square / 2 + torch.bmm(square, skew) / 6
+        return torch.einsum("tbk,bkn->tbn", x, series)
+
+    _, plan = regions_and_plan(With(rotated, 4, 16, 16), torch.randn(5, 4, 16))
+    assert [site.form for site in plan.sites] == ["bmm", "bmm"]
+    assert all(site.cause is Cause.RULE and "with itself" in site.reason for site in plan.sites)
+
+
+def test_what_a_weight_multiplies_of_another_parameter_or_of_the_call_is_in_fp8() -> None:
+    latents = nn.Parameter(torch.randn(6, 32))
+
+    def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(latents, w) + F.linear(latents + w[:6] + x, w) + F.linear(latents * w[:6], w)
+
+    _, plan = regions_and_plan(With(run, 32, 32), torch.randn(6, 32))
+    assert [site.status for site in plan.sites] == ["fp8"] * 3
+
+
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, partial(nn.RNNCell, nonlinearity="relu"), nn.RNNCell])
 def test_cells_of_recurrent_networks_are_reported(cell: Callable[..., nn.Module]) -> None:
     module = cell(64, 48)

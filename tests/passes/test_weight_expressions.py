@@ -99,8 +99,10 @@ def test_a_product_that_makes_a_weight_is_kept_and_what_multiplies_by_that_is_no
 
 
 def test_what_a_product_of_parameters_gave_is_no_weight_of_a_matmul() -> None:
+    latents = nn.Parameter(torch.randn(32, 32))
+
     def run(linear: Linear, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-        return x @ (w @ w.mT)  # scores with learned keys, say
+        return x @ (latents @ w.mT)  # scores with learned keys, say
 
     site = only_site(Made(run, 32, 32), torch.randn(5, 32))
     assert (site.form, site.tokens, site.status) == ("matmul", 32, "fp8")
