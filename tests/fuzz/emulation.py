@@ -203,12 +203,14 @@ _MATRICES = {
     torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__,
 }  # fmt: skip
 
+_OF_A_LINEAR = ("input", "weight", "bias")
+
 
 def _product(func: Any, args: Any, kwargs: Any) -> Product | None:
     """``func`` read as a product of two operands plus something; None if it is none."""
     if func is F.linear or func is torch._C._nn.linear:
-        x, w = args[:2]
-        return F.linear, x, w, args[2] if len(args) > 2 else kwargs.get("bias")
+        x, w, bias = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_OF_A_LINEAR))
+        return F.linear, x, w, bias
     if func in _MATRICES:
         return (torch.bmm if func in (torch.bmm, Tensor.bmm) else torch.matmul), args[0], args[1], None
     if func is torch.addmm:

@@ -109,6 +109,14 @@ def test_the_textbook_rounds_convolutions_of_any_dimensions(dimensions: int, kin
     assert 1e-3 < float((rounded - model(x)).norm() / model(x).norm()) < 0.1
 
 
+def test_the_textbook_reads_a_linear_by_the_names_of_its_operands() -> None:
+    fc = nn.Linear(32, 32)
+    model, x = nn.Sequential(fc), torch.randn(5, 32)
+    with Fp8Products(model, {"0": [True]}, Scales(None, delayed=False)):
+        by_place, by_name = model(x), F.linear(input=x, bias=fc.bias, weight=fc.weight)
+    assert torch.equal(by_name, by_place) and not torch.equal(by_name, model(x))
+
+
 def test_a_program_that_eager_refuses_is_no_failure() -> None:
     with pytest.raises(NotOurs, match="eager"):
         check(Case(lambda: Wrapped(lambda y: y @ y), lambda more: (torch.randn(5, 32),)))
