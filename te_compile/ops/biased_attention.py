@@ -6,8 +6,9 @@
     dv = (p ∘ z)ᵀ · dout           dq = dbias · k · scale           dk = dbiasᵀ · q · scale
 
 z is 1 without a dropout; with one its bits are those of ``te::dropout_attention``. The bias has a matrix for each row
-of a batch and each head, or one for all of either, whose gradient is the sum over those that share it. Keys and values
-may have fewer heads than queries, of which each serves several in a row.
+of a batch and each head, or one for all of either, whose gradient is the sum over those that share it. Where only a
+part of it learns, which more of them share, that part is given by itself. Keys and values may have fewer heads than
+queries, of which each serves several in a row.
 
 What hides keys is a part of the bias, minus infinity or the lowest number of a dtype. A query that sees nothing, all of
 whose scores are below -10³⁰, has no gradients, and a result of 0 where its scores are minus infinity, as in PyTorch's

@@ -12,8 +12,8 @@ It has nothing to do with FP8, so it is done in graphs without FP8 too, and only
 runs both directions, and the logits are what a product or the caller wrote and nothing but losses reads in the graph.
 Where they are scaled, capped, sliced or read by another loss, Inductor does that, and its backward, in the same pass
 over them as the softmax; an opaque operator would ask for passes of its own. (A power of two is gone by then, and so is
-a bias: scale_before_products.py, join_biases.py.) Losses with class weights, smoothed labels
-or probabilities as targets, of more than two dimensions, or over few classes stay as well.
+a bias: scale_before_products.py, join_biases.py.) Losses with class weights, smoothed labels or probabilities as
+targets, of more than two dimensions, or over few classes stay as well.
 """
 
 from __future__ import annotations
