@@ -186,6 +186,9 @@ WORKS = {
         "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", 8, 160000, _wide(1024, 16, 3, 4096, **_SOUND),
         takes="waves",
     ),
+    "wav2vec2, base": Work(
+        "Wav2Vec2ForCTC", "Wav2Vec2Config", 8, 160000, _wide(768, 12, 3, 3072), takes="waves",
+    ),
     "distilbert, padded": Work(
         "DistilBertForMaskedLM", "DistilBertConfig", 64, 256,
         {"dim": 768, "n_heads": 12, "hidden_dim": 3072, "n_layers": 4}, padded=True,

@@ -42,6 +42,7 @@ OPTIONAL_PASSES = (
     "narrow_norm_gradients",
     "fuse_loss_backward",
     "sum_few_rows",
+    "long_convolutions",
     "join_gradients",
     "fuse_producers",
     "sum_loss_gradients",

@@ -31,6 +31,7 @@ from te_compile.passes.join_biases import join_biases
 from te_compile.passes.join_gradients import join_gradients
 from te_compile.passes.join_products import join_products
 from te_compile.passes.lay_out_attention_gradients import lay_out_attention_gradients
+from te_compile.passes.long_convolutions import long_convolutions
 from te_compile.passes.lower_losses import lower_losses
 from te_compile.passes.make_apart import make_apart
 from te_compile.passes.memory import tag_memory
@@ -92,6 +93,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
     sum_few_rows,  # before the producers, which ask who else reads a gradient, and in which dtype
+    long_convolutions,  # before the producers: a result that a product wrote is there for them to read
     join_gradients,  # before the producers, which read the parts of a cat where they lie
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway

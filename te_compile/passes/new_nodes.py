@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,11 +64,11 @@ def held(x: Node, strides: Sequence[int], like: Node) -> Node:
 
 
 def place_of(node: Node) -> dict[str, Any]:
-    """The metadata that say where ``node`` stands, without those that speak of its value."""
+    """The metadata that say where ``node`` stands, without those that speak of its value or its implementation."""
     return {key: value for key, value in node.meta.items() if key not in _OF_A_VALUE}
 
 
-_OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals"}
+_OF_A_VALUE = {"val", "tensor_meta", "eager_input_vals", "te_declined"}
 
 
 def _fake_mode_of(arguments: tuple[Any, ...], like: Node) -> AbstractContextManager[Any]:
@@ -85,3 +85,11 @@ def same_phase(node: Node, other: Node) -> bool:
     """
     where = ("partitioner_tag", "recompute", "ac_graph_id")
     return all(node.meta.get(key) == other.meta.get(key) for key in where)
+
+
+def keep_in_backward(nodes: Iterable[Node]) -> None:
+    """Have those of ``nodes`` that stand in the backward pass be computed there. Of what a forward pass could compute
+    as well the partitioner might save the results."""
+    for node in nodes:
+        if node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"

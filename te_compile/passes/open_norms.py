@@ -13,25 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_compile.ops import registry
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
-from te_compile.ops.without_autocast import without_autocast
-from te_compile.passes.arguments import arguments_of, is_te, result, values_of
+from te_compile.passes.arguments import arguments_of, is_te, values_of
 from te_compile.passes.choose_implementations import best_implementation
+from te_compile.passes.traced import put_in_place, traced
 
 _REFERENCES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "norm_forward": norm_reference,
     "norm_backward": norm_backward_reference,
 }
-# Metadata of a node that speaks of its value or its implementation, not of where it stands.
-_OF_THE_NODE = {"val", "tensor_meta", "eager_input_vals", "te_declined"}
 
 
 def _name_of(node: Node) -> str | None:
@@ -53,10 +48,7 @@ def _trace(name: str, tensors: dict[str, Tensor], others: dict[str, Any]) -> Gra
     def reference(*given: Tensor) -> tuple[Tensor, ...]:
         return _REFERENCES[name](**dict(zip(tensors, given, strict=True)), **others)
 
-    given = list(tensors.values())
-    # Compilation may happen under the user's autocast; fp32 statistics are ours to keep.
-    with torch.no_grad(), without_autocast(given[0].device.type):
-        return make_fx(reference, decomposition_table=select_decomp_table())(*given)
+    return traced(reference, list(tensors.values()))
 
 
 def _signature(name: str, tensors: dict[str, Tensor], others: dict[str, Any]) -> Any:
@@ -68,31 +60,9 @@ def _signature(name: str, tensors: dict[str, Tensor], others: dict[str, Any]) ->
     return (name, *tensors, *layouts, *first, *others.items())
 
 
-def _inline(graph: Graph, norm: Node, opened: GraphModule, inputs: list[Node]) -> None:
-    copies: dict[Node, Node] = dict(zip(opened.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    where = {key: value for key, value in norm.meta.items() if key not in _OF_THE_NODE}
-    new: list[Node] = []
-    with graph.inserting_before(norm):
-        for node in opened.graph.nodes:
-            if node.op != "call_function":
-                continue
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {**where, "val": node.meta["val"]}
-            new.append(copies[node])
-    outputs: Any = opened.graph.output_node().args[0]
-    for index, output in enumerate(outputs):
-        for item in result(norm, index):
-            item.replace_all_uses_with(copies[output])
-            graph.erase_node(item)
-    graph.erase_node(norm)
-    for node in reversed(new):
-        if not node.users:
-            graph.erase_node(node)
-
-
 def open_norms(graph: Graph) -> int:
     """Replace each norm that no kernel runs by the plain operators of its reference; returns how many."""
-    traced: dict[Any, GraphModule] = {}
+    opened: dict[Any, GraphModule] = {}
     count = 0
     for node in list(graph.nodes):
         name = _name_of(node)
@@ -101,8 +71,8 @@ def open_norms(graph: Graph) -> int:
         nodes, others = _split(node)
         tensors = values_of(nodes)
         key = _signature(name, tensors, others)
-        if key not in traced:
-            traced[key] = _trace(name, tensors, others)
-        _inline(graph, node, traced[key], list(nodes.values()))
+        if key not in opened:
+            opened[key] = _trace(name, tensors, others)
+        put_in_place(node, opened[key], list(nodes.values()))
         count += 1
     return count

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.captured_nodes import size_hint
-from te_compile.passes.new_nodes import call_like, reshaped
+from te_compile.passes.new_nodes import call_like, keep_in_backward, reshaped
 from te_compile.passes.pointwise_nodes import CASTS, CONSTANTS, value_of
 from te_compile.passes.sizes import all_same, same
 
@@ -237,7 +237,9 @@ def _put_product(node: Node, sums: RowSums) -> None:
     with node.graph.inserting_before(node):
         x = _flattened(sums.x, [-1, value.shape[1]], node)
         product = call_like(aten.mm.default, (_one_hot(sums, dtype, node), x), node)
-        _keep_in_backward(last, product)
+        keep_in_backward(
+            _between(last, product)
+        )  # made of the ids there: the comparison may have fewer bytes than these
         for user in [user for user in node.users if _is_cast_to(user, dtype)]:
             user.replace_all_uses_with(product)
             node.graph.erase_node(user)
@@ -288,14 +290,11 @@ def _flattened(node: Node, shape: list[int], like: Node) -> Node:
     return reshaped(node, shape, like)
 
 
-def _keep_in_backward(last: Node, product: Node) -> None:
-    """Have what stands behind ``last``, for a gradient's ``product``, be made in the backward pass, of the ids. The
-    partitioner would save the comparison, which may have fewer bytes than these."""
-    node = product
-    while node is not last:
-        if node.meta.get("partitioner_tag") == "is_backward":
-            node.meta["partitioner_tag"] = "must_be_in_backward"
-        node = node.prev
+def _between(last: Node, end: Node) -> Iterator[Node]:
+    """The nodes behind ``last`` up to ``end``, from the end on."""
+    while end is not last:
+        yield end
+        end = end.prev
 
 
 def _erase_unread(node: Node) -> None:

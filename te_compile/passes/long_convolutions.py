@@ -1,0 +1,142 @@
+"""Convolutions in groups with long kernels, along one dimension, become products of matrices; forward and backward.
+
+cuDNN runs such a convolution group by group, or without tensor cores. The one by which wav2vec 2.0, HuBERT and WavLM
+tell positions apart has 128 taps and 16 groups: in the base model, 8 sequences of 499 frames in bf16, cuDNN 9.19 takes
+34.2 ms for it on an H200, and 4.0 ms for the gradient of its input. As products (toeplitz.py) they take 0.2 ms each.
+
+A convolution in 16 bits on a GPU is taken, if stride and dilation are 1, and its gradients with it. What has few
+channels in a group makes narrow products, and depthwise convolutions none at all; what has few taps cuDNN runs well.
+float32 stays: convolutions and products have each their own setting for TF32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+from te_compile.passes import toeplitz
+from te_compile.passes.arguments import arguments_of, result
+from te_compile.passes.captured_nodes import size_hint
+from te_compile.passes.new_nodes import keep_in_backward
+from te_compile.passes.traced import inlined, traced
+
+aten = torch.ops.aten
+
+ON = {"cuda"}
+"""The types of device on which cuDNN would run it."""
+
+LEAST_CHANNELS = 16
+"""Of a group, in and out."""
+LEAST_TAPS = 16
+"""On an H200 products with 9 taps win one direction of three, and those with 19 halve the sum (docs/passes.md)."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What is known of a convolution of x [B, G · C, L] with a weight [G · O, C, K]."""
+
+    taps: int
+    padding: int
+    groups: int
+    size: int
+    """Positions of one product."""
+
+
+def long_convolutions(graph: Graph) -> int:
+    """Write each such convolution, and each backward of one, as products; returns how many."""
+    count = 0
+    for target, write in (
+        (aten.convolution.default, _write_forward),
+        (aten.convolution_backward.default, _write_backward),
+    ):
+        for node in graph.find_nodes(op="call_function", target=target):
+            given = arguments_of(node)
+            found = _convolution(given)
+            if found is not None:
+                write(graph, node, given, found)
+                count += 1
+    return count
+
+
+def _convolution(given: dict[str, Any]) -> Convolution | None:
+    """What a call with these arguments convolves; None if that is not for us."""
+    x, weight = (given[name].meta["val"] for name in ("input", "weight"))
+    if given["transposed"] or x.dim() != 3 or weight.dim() != 3 or x.dtype not in _NARROW or x.device.type not in ON:
+        return None
+    if weight.dtype != x.dtype or not all(isinstance(size, int) for size in weight.shape):
+        return None
+    groups, (padding,), options = given["groups"], given["padding"], (*given["stride"], *given["dilation"])
+    outputs, channels, taps = weight.shape
+    if groups == 1 or options != (1, 1) or not isinstance(padding, int) or not 0 <= padding < taps:
+        return None
+    if min(channels, outputs // groups) < LEAST_CHANNELS or taps < LEAST_TAPS:
+        return None
+    places = size_hint(x.shape[0]) * size_hint(x.shape[2])
+    return Convolution(taps, padding, groups, toeplitz.positions_of(places, channels, taps))
+
+
+def _write_forward(graph: Graph, node: Node, given: dict[str, Any], found: Convolution) -> None:
+    names = [name for name in ("input", "weight", "bias") if given[name] is not None]
+
+    def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = toeplitz.convolution(x, weight, bias, found.padding, found.groups, found.size)
+        return _laid_out_like(y, node.meta["val"])
+
+    [y] = _written(graph, node, products, [given[name] for name in names])
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
+
+
+def _write_backward(graph: Graph, node: Node, given: dict[str, Any], found: Convolution) -> None:
+    values = node.meta["val"]
+    wanted = [index for index, value in enumerate(values) if value is not None]
+
+    def products(dy: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        how = found.padding, found.groups, found.size
+        gradients: dict[int, Callable[[], Tensor]] = {
+            0: lambda: toeplitz.input_gradient(dy, weight, *how),
+            1: lambda: toeplitz.weight_gradient(dy, x, found.taps, *how),
+            2: lambda: dy.sum((0, 2)),
+        }
+        return [_laid_out_like(gradients[index](), values[index]) for index in wanted]
+
+    written = _written(graph, node, products, [given[name] for name in ("grad_output", "input", "weight")])
+    for index, gradient in zip(wanted, written, strict=True):
+        for item in result(node, index):
+            item.replace_all_uses_with(gradient)
+    for item in list(node.users):  # also of what is no gradient, which nobody reads
+        graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _written(graph: Graph, node: Node, function: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+    """The results of ``function`` of ``inputs``, computed before ``node`` and in its pass."""
+    with _no_guards(node):
+        opened = traced(function, [each.meta["val"] for each in inputs])
+    opened.graph.eliminate_dead_code()
+    results, new = inlined(graph, node, opened, inputs)
+    keep_in_backward(new)  # windows and matrices are larger than what they are made of
+    return results
+
+
+def _no_guards(node: Node) -> AbstractContextManager[Any]:
+    """In here a question about symbolic sizes binds nobody. Tracing asks whether the positions that are wanted are all
+    that products make, in order to note how they lie; the products are the same either way."""
+    mode = detect_fake_mode(node.meta["val"])
+    return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
+
+
+def _laid_out_like(value: Tensor, like: Tensor) -> Tensor:
+    """``value`` with its dimensions in the order in memory that those of ``like`` have, one behind the other."""
+    order = sorted(range(like.dim()), key=lambda dimension: size_hint(like.stride(dimension)), reverse=True)
+    back = [order.index(dimension) for dimension in range(like.dim())]
+    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
