@@ -23,6 +23,12 @@ from benchmarks.measure import DEVICE, Rows, add_out, busy_microseconds, describ
 from te_compile.passes import toeplitz
 
 WORKS = [
+    "8,512,1000,128,4",
+    "8,1024,500,32,8",
+    "8,1024,500,64,8",
+    "8,1024,499,19,16",
+    "8,256,1000,128,2",
+    "8,256,1000,32,32",
     "8,1024,499,128,16",  # wav2vec 2.0 large, ten seconds
     "8,768,499,128,16",  # base
     "8,1024,1499,128,16",

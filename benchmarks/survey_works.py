@@ -187,7 +187,8 @@ WORKS = {
         takes="waves",
     ),
     "wav2vec2, base": Work(
-        "Wav2Vec2ForCTC", "Wav2Vec2Config", 8, 160000, _wide(768, 12, 3, 3072), takes="waves",
+        "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", 8, 160000, _wide(768, 12, 3, 3072, **_SOUND),
+        takes="waves",
     ),
     "distilbert, padded": Work(
         "DistilBertForMaskedLM", "DistilBertConfig", 64, 256,

@@ -12,28 +12,26 @@ float32 stays: convolutions and products have each their own setting for TF32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from te_compile.passes import toeplitz
-from te_compile.passes.arguments import arguments_of, result
+from te_compile.passes.arguments import arguments_of
 from te_compile.passes.captured_nodes import size_hint
 from te_compile.passes.new_nodes import keep_in_backward
-from te_compile.passes.traced import inlined, traced
+from te_compile.passes.traced import laid_out_like, no_guards, put_in_place, traced
 
 aten = torch.ops.aten
 
 ON = {"cuda"}
 """The types of device on which cuDNN would run it."""
 
-LEAST_CHANNELS = 16
-"""Of a group, in and out."""
+LEAST_CHANNELS, MOST_CHANNELS = 16, 128
+"""Of a group, in and out; where taps are few, no more than four times those."""
 LEAST_TAPS = 16
 """On an H200 products with 9 taps win one direction of three, and those with 19 halve the sum (docs/passes.md)."""
 
@@ -53,16 +51,14 @@ class Convolution:
 
 def long_convolutions(graph: Graph) -> int:
     """Write each such convolution, and each backward of one, as products; returns how many."""
+    writers = {aten.convolution.default: _write_forward, aten.convolution_backward.default: _write_backward}
     count = 0
-    for target, write in (
-        (aten.convolution.default, _write_forward),
-        (aten.convolution_backward.default, _write_backward),
-    ):
+    for target, write in writers.items():
         for node in graph.find_nodes(op="call_function", target=target):
             given = arguments_of(node)
             found = _convolution(given)
             if found is not None:
-                write(graph, node, given, found)
+                write(node, given, found)
                 count += 1
     return count
 
@@ -78,65 +74,37 @@ def _convolution(given: dict[str, Any]) -> Convolution | None:
     outputs, channels, taps = weight.shape
     if groups == 1 or options != (1, 1) or not isinstance(padding, int) or not 0 <= padding < taps:
         return None
-    if min(channels, outputs // groups) < LEAST_CHANNELS or taps < LEAST_TAPS:
+    most = min(MOST_CHANNELS, 4 * taps)
+    if taps < LEAST_TAPS or not all(LEAST_CHANNELS <= size <= most for size in (channels, outputs // groups)):
         return None
     places = size_hint(x.shape[0]) * size_hint(x.shape[2])
     return Convolution(taps, padding, groups, toeplitz.positions_of(places, channels, taps))
 
 
-def _write_forward(graph: Graph, node: Node, given: dict[str, Any], found: Convolution) -> None:
-    names = [name for name in ("input", "weight", "bias") if given[name] is not None]
-
+def _write_forward(node: Node, given: dict[str, Any], found: Convolution) -> None:
     def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = toeplitz.convolution(x, weight, bias, found.padding, found.groups, found.size)
-        return _laid_out_like(y, node.meta["val"])
+        return laid_out_like(y, node.meta["val"])
 
-    [y] = _written(graph, node, products, [given[name] for name in names])
-    node.replace_all_uses_with(y)
-    graph.erase_node(node)
+    _write(node, products, [given[name] for name in ("input", "weight", "bias") if given[name] is not None])
 
 
-def _write_backward(graph: Graph, node: Node, given: dict[str, Any], found: Convolution) -> None:
-    values = node.meta["val"]
-    wanted = [index for index, value in enumerate(values) if value is not None]
-
-    def products(dy: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+def _write_backward(node: Node, given: dict[str, Any], found: Convolution) -> None:
+    def products(dy: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
         how = found.padding, found.groups, found.size
-        gradients: dict[int, Callable[[], Tensor]] = {
-            0: lambda: toeplitz.input_gradient(dy, weight, *how),
-            1: lambda: toeplitz.weight_gradient(dy, x, found.taps, *how),
-            2: lambda: dy.sum((0, 2)),
-        }
-        return [_laid_out_like(gradients[index](), values[index]) for index in wanted]
+        ways: tuple[Callable[[], Tensor], ...] = (
+            lambda: toeplitz.input_gradient(dy, weight, *how),
+            lambda: toeplitz.weight_gradient(dy, x, found.taps, *how),
+            lambda: dy.sum((0, 2)),
+        )
+        values = node.meta["val"]
+        return [None if value is None else laid_out_like(way(), value) for way, value in zip(ways, values, strict=True)]
 
-    written = _written(graph, node, products, [given[name] for name in ("grad_output", "input", "weight")])
-    for index, gradient in zip(wanted, written, strict=True):
-        for item in result(node, index):
-            item.replace_all_uses_with(gradient)
-    for item in list(node.users):  # also of what is no gradient, which nobody reads
-        graph.erase_node(item)
-    graph.erase_node(node)
+    _write(node, products, [given[name] for name in ("grad_output", "input", "weight")])
 
 
-def _written(graph: Graph, node: Node, function: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
-    """The results of ``function`` of ``inputs``, computed before ``node`` and in its pass."""
-    with _no_guards(node):
+def _write(node: Node, function: Callable[..., Any], inputs: Sequence[Node]) -> None:
+    """Put ``function`` of ``inputs`` in the place of ``node``, and in its pass."""
+    with no_guards(node):
         opened = traced(function, [each.meta["val"] for each in inputs])
-    opened.graph.eliminate_dead_code()
-    results, new = inlined(graph, node, opened, inputs)
-    keep_in_backward(new)  # windows and matrices are larger than what they are made of
-    return results
-
-
-def _no_guards(node: Node) -> AbstractContextManager[Any]:
-    """In here a question about symbolic sizes binds nobody. Tracing asks whether the positions that are wanted are all
-    that products make, in order to note how they lie; the products are the same either way."""
-    mode = detect_fake_mode(node.meta["val"])
-    return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
-
-
-def _laid_out_like(value: Tensor, like: Tensor) -> Tensor:
-    """``value`` with its dimensions in the order in memory that those of ``like`` have, one behind the other."""
-    order = sorted(range(like.dim()), key=lambda dimension: size_hint(like.stride(dimension)), reverse=True)
-    back = [order.index(dimension) for dimension in range(like.dim())]
-    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    keep_in_backward(put_in_place(node, opened, inputs))  # windows and matrices are larger than what they are made of

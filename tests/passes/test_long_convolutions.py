@@ -99,6 +99,13 @@ def test_a_convolution_becomes_products(dtype: torch.dtype, outputs: int) -> Non
     check(graph(*given).movedim(1, 0), convolved()(*(each.double() for each in given)).movedim(1, 0), dtype)
 
 
+def test_without_a_bias_too() -> None:
+    given = operands()[:2]
+    count, graph = passed(lambda x, weight: convolved()(x, weight), *given)
+    assert count == 1
+    check(graph(*given), convolved()(*(each.double() for each in given)), torch.bfloat16)
+
+
 @pytest.mark.parametrize("wanted", [(0, 1, 2), (1, 2), (0,), (1,), (0, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_and_so_do_its_gradients(dtype: torch.dtype, wanted: tuple[int, ...]) -> None:
