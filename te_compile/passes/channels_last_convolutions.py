@@ -42,8 +42,8 @@ class WithChannelsLast:
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """In two dimensions."""
-        x, weight = map(_channels_last, (x, weight))
-        y: Tensor = aten.convolution(x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], 1)
+        two = _channels_last(x), _weight_of_two(weight)
+        y: Tensor = aten.convolution(*two, None, self.stride, self.padding, self.dilation, False, [0, 0], 1)
         return y.squeeze(2)
 
     def gradients(
@@ -53,9 +53,9 @@ class WithChannelsLast:
         place of x."""
         if not of_x and not of_weight:
             return None, None
-        dy, x, weight = map(_channels_last, (dy, x, weight))
+        two = _channels_last(dy), _channels_last(x), _weight_of_two(weight)
         options = self.stride, self.padding, self.dilation, False, [0, 0], 1, [of_x, of_weight, False]
-        dx, dweight, _ = aten.convolution_backward(dy, x, weight, None, *options)
+        dx, dweight, _ = aten.convolution_backward(*two, None, *options)
         return dx.squeeze(2) if of_x else None, dweight.squeeze(2) if of_weight else None
 
 
@@ -77,3 +77,8 @@ def _way_of(given: dict[str, Any]) -> WithChannelsLast | None:
 def _channels_last(x: Tensor) -> Tensor:
     """x [B, C, L] as [B, C, 1, L], copied: what computes it may write it so."""
     return x.unsqueeze(2).clone(memory_format=torch.channels_last)
+
+
+def _weight_of_two(weight: Tensor) -> Tensor:
+    """The weight [O, C, K] as [O, C, 1, K]; with one tap its channels are last as it is."""
+    return weight.unsqueeze(2) if weight.shape[2] == 1 else _channels_last(weight)

@@ -78,6 +78,22 @@ def test_a_convolution_gets_its_channels_last(dtype: torch.dtype, options: dict[
     check(graph(*given).movedim(1, 0), function(*(each.double() for each in given)).movedim(1, 0), dtype)
 
 
+def test_with_one_tap_the_weight_is_not_copied() -> None:
+    given = operands()[0], torch.randn(OUTPUTS, WIDTH, 1).bfloat16(), operands()[2]
+    dy = torch.randn_like(convolved()(*given))
+    for function, inputs in ((convolved(), given), (gradients(convolved()), (dy, *given))):
+        graph = traced(function, *inputs)
+        channels_last_convolutions(graph.graph)
+        graph.recompile()
+        assert dimensions(graph.graph)[-1] == 4 and layouts(graph.graph) == {True}
+        copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default]
+        assert not any(node.meta["val"].shape == (OUTPUTS, WIDTH, 1, 1) for node in copies)
+        wanted = function(*(each.double() for each in inputs))
+        got = graph(*inputs)
+        for one, other in zip(got, wanted, strict=True) if isinstance(got, tuple) else ((got, wanted),):
+            check(one, other, torch.bfloat16)
+
+
 def test_without_a_bias_too() -> None:
     given = operands()[:2]
     graph = traced(lambda x, weight: convolved()(x, weight), *given)
