@@ -9,7 +9,8 @@ seven convolutions by which wav2vec 2.0 and HuBERT listen took 13.3 ms on an H20
 times 10 seconds, bf16), and 8.9 so; that of the base models', with one GroupNorm, 6.9 and 6.3.
 
 Taken are convolutions in 16 bits on a GPU without groups, of many channels in and out: of few cuDNN makes no more than
-it would so.
+it would so. Batch and length must be numbers: where they are symbols Inductor cannot compile a graph that saves the
+input of such a convolution ("cannot determine truth value of Relational", when it compares the strides).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def channels_last_convolutions(graph: Graph) -> int:
 def _way_of(given: dict[str, Any]) -> WithChannelsLast | None:
     """How a convolution with these arguments is computed; None if that is not for us."""
     if not is_narrow(given, ON) or given["groups"] != 1:
+        return None
+    if not all(isinstance(size, int) for size in given["input"].meta["val"].shape):
         return None
     if not all(size >= LEAST_CHANNELS and size % 8 == 0 for size in given["weight"].meta["val"].shape[:2]):
         return None

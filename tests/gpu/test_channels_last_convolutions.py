@@ -60,7 +60,8 @@ def test_results_and_gradients_are_right(dtype: torch.dtype, normed: bool, dynam
             got, right = step(fast, model, x, dy), step(exact, exact, x.double(), dy.double())
             for one, other in zip(got, right, strict=True):
                 assert relative_error(one, other) < 4 * STEPS[dtype]
-    assert [each.count for record in records for each in record.passes if each.name.startswith("channels_last")] == [6]
+    counts = [each.count for record in records for each in record.passes if each.name.startswith("channels_last")]
+    assert counts == [0 if dynamic else 6]
 
 
 def test_nothing_is_copied_into_another_order() -> None:

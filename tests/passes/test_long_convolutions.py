@@ -313,11 +313,12 @@ def test_windows_and_matrices_are_not_saved() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_sequences_of_other_lengths_share_the_code() -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_sequences_of_other_lengths_share_the_code(compiler: str) -> None:
     model, compilations = Encoder().bfloat16(), list[int]()
     exact = deepcopy(model).double()
     with manager.recording() as records:
-        fast = compiled(model, dynamic=True, exclude=["*"])
+        fast = compiled(model, dynamic=True, exclude=["*"], compiler=compiler)
         for length in (LENGTH, LENGTH + 3, 2 * LENGTH):
             x, dy = frames(length), torch.randn(BATCH, length, 2 * WIDTH).bfloat16()
             wanted = a_step(exact, exact, x.double(), dy.double())
