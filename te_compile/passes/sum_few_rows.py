@@ -237,9 +237,7 @@ def _put_product(node: Node, sums: RowSums) -> None:
     with node.graph.inserting_before(node):
         x = _flattened(sums.x, [-1, value.shape[1]], node)
         product = call_like(aten.mm.default, (_one_hot(sums, dtype, node), x), node)
-        keep_in_backward(
-            _between(last, product)
-        )  # made of the ids there: the comparison may have fewer bytes than these
+        keep_in_backward(_between(last, product))  # the comparison may have fewer bytes than the ids
         for user in [user for user in node.users if _is_cast_to(user, dtype)]:
             user.replace_all_uses_with(product)
             node.graph.erase_node(user)
