@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -35,11 +36,11 @@ class Positions(nn.Module):
         return y, F.gelu(self.up(y.detach()))
 
 
-def step(run: nn.Module, model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+def step(run: Callable[..., tuple[Tensor, Tensor]], model: Positions, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The convolution's result, and the gradients of x and of what the convolution has learned."""
     x = x.detach().requires_grad_()
     y, _ = run(x)
-    return [y.detach(), *torch.autograd.grad(y, [x, *model.positions.parameters()], dy)]  # type: ignore[union-attr]
+    return [y.detach(), *torch.autograd.grad(y, [x, *model.positions.parameters()], dy)]
 
 
 @pytest.mark.parametrize("dtype", STEPS, ids=str)
