@@ -73,7 +73,7 @@ def directions_by_products(dy: Tensor, x: Tensor, weight: Tensor, groups: int) -
     taps = weight.shape[2]
     how = taps // 2, groups, toeplitz.positions_of(len(x) * x.shape[2], weight.shape[1], taps)
     return {
-        "forward": lambda: toeplitz.convolution(x, weight, None, *how).contiguous(),
+        "forward": lambda: toeplitz.convolution(x, weight, *how).contiguous(),
         "dgrad": lambda: toeplitz.input_gradient(dy, weight, *how).contiguous(),
         "wgrad": lambda: toeplitz.weight_gradient(dy, x, taps, *how).contiguous(),
     }

@@ -44,6 +44,7 @@ OPTIONAL_PASSES = (
     "sum_few_rows",
     "open_weight_norms",
     "long_convolutions",
+    "channels_last_convolutions",
     "join_gradients",
     "fuse_producers",
     "sum_loss_gradients",

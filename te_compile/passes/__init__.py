@@ -14,6 +14,7 @@ from torch.fx import Graph
 from te_compile.options import Options
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.add_in_products import add_in_products
+from te_compile.passes.channels_last_convolutions import channels_last_convolutions
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.compute_once import compute_once
 from te_compile.passes.delay_weight_gradients import delay_weight_gradients
@@ -94,8 +95,9 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
     sum_few_rows,  # before the producers, which ask who else reads a gradient, and in which dtype
-    open_weight_norms,  # before the producers, as is the next one
+    open_weight_norms,  # before the producers, as are the next two
     long_convolutions,
+    channels_last_convolutions,
     join_gradients,  # before the producers, which read the parts of a cat where they lie
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway

@@ -1,6 +1,6 @@
 """Convolutions in groups along one dimension, and their gradients, as products of matrices.
 
-    y[b, o, l] = bias[o] + Σ w[o, c, k] · x[b, c, l + k - P]           over the channels c of o's group, and K taps k
+    y[b, o, l] = Σ w[o, c, k] · x[b, c, l + k - P]                    over the channels c of o's group, and K taps k
 
 S positions at a time read the same S + K - 1 of x, here up to a multiple of eight, U:
 
@@ -34,24 +34,22 @@ def positions_of(places: int, channels: int, taps: int) -> int:
     return size
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int, groups: int, size: int) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, padding: int, groups: int, size: int) -> Tensor:
     """The convolution with a stride of 1.
 
-    x: [B, G · C, L]; weight: [G · O, C, K]; bias: [G · O] or None; padding: P, 0 to K - 1; size: S.
-    Returns [B, G · O, L + 2 P - K + 1], rounded before the bias is added.
+    x: [B, G · C, L]; weight: [G · O, C, K]; padding: P, 0 to K - 1; size: S.
+    Returns [B, G · O, L + 2 P - K + 1].
     """
     taps = weight.shape[2]
     length = x.shape[2] + 2 * padding - taps + 1
     left = _windows(x, padding, length, taps, groups, size)
-    y = _positions(left @ _toeplitz(weight, groups, size).mT, x.shape[0], size)
-    y = y if bias is None else y + bias[:, None]
-    return y[..., :length]
+    return _positions(left @ _toeplitz(weight, groups, size).mT, x.shape[0], size)[..., :length]
 
 
 def input_gradient(dy: Tensor, weight: Tensor, padding: int, groups: int, size: int) -> Tensor:
     """The gradient of x [B, G · C, L] for that of the result, dy [B, G · O, L + 2 P - K + 1]."""
     reverse = weight.flip(2).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return convolution(dy, reverse, None, weight.shape[2] - 1 - padding, groups, size)
+    return convolution(dy, reverse, weight.shape[2] - 1 - padding, groups, size)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, taps: int, padding: int, groups: int, size: int) -> Tensor:

@@ -21,23 +21,23 @@ SIZES = [  # batch, length, groups, channels in and out of one, taps, padding, p
 ]
 
 
-def drawn(size: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the weight and the bias, in float64."""
+def drawn(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """x and the weight, in float64."""
     batch, length, groups, channels, outputs, taps, *_ = size
-    shapes = (batch, groups * channels, length), (groups * outputs, channels, taps), (groups * outputs,)
-    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    return x, weight, bias
+    shapes = (batch, groups * channels, length), (groups * outputs, channels, taps)
+    x, weight = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return x, weight
 
 
 def check(size: tuple[int, ...]) -> None:
     *_, taps, padding, positions = size
     groups = size[2]
-    x, weight, bias = (each.requires_grad_() for each in drawn(size))
-    y = F.conv1d(x, weight, bias, padding=padding, groups=groups)
+    x, weight = (each.requires_grad_() for each in drawn(size))
+    y = F.conv1d(x, weight, padding=padding, groups=groups)
     dy = torch.randn_like(y)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
-    x, weight, bias = x.detach(), weight.detach(), bias.detach()
-    torch.testing.assert_close(toeplitz.convolution(x, weight, bias, padding, groups, positions), y)
+    x, weight = x.detach(), weight.detach()
+    torch.testing.assert_close(toeplitz.convolution(x, weight, padding, groups, positions), y)
     torch.testing.assert_close(toeplitz.input_gradient(dy, weight, padding, groups, positions), dx)
     got = toeplitz.weight_gradient(dy, x, taps, padding, groups, positions)  # whose last sum is one in float32
     torch.testing.assert_close(got, dweight, rtol=1e-4, atol=1e-5 * float(dweight.abs().max()))
@@ -55,12 +55,6 @@ def test_of_any_size() -> None:
         length = random.randint(max(1, taps - 2 * padding), 70)
         groups, channels, outputs = (random.randint(1, 4) for _ in range(3))
         check((random.randint(1, 3), length, groups, channels, outputs, taps, padding, random.choice((8, 16, 32))))
-
-
-def test_without_a_bias() -> None:
-    x, weight, _ = drawn(SIZES[0])
-    got = toeplitz.convolution(x, weight, None, 6, 4, 8)
-    torch.testing.assert_close(got, F.conv1d(x, weight, padding=6, groups=4))
 
 
 @pytest.mark.parametrize(
