@@ -94,6 +94,7 @@ CALLS: dict[str, tuple[str, Callable[[], Given]]] = {
             {"implementation": TRITON},
         ),
     ),
+    "fused_quantize_cat": ("fused_quantize_cat", lambda: _produced(PAIR)),
     "norm_quantize": ("norm_quantize", lambda: _norm(TRITON)),
     "norm_quantize, core": ("norm_quantize", lambda: _norm(CUDA)),
     "norm_backward": ("norm_backward", _norm_backward),

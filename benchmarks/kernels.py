@@ -41,13 +41,14 @@ from te_compile.kernels import (
     weight_refresh,
     weights,
 )
-from te_compile.kernels.pointwise import fused_quantize, fused_quantize_pair
+from te_compile.kernels.pointwise import fused_quantize, fused_quantize_cat, fused_quantize_pair
 from te_compile.kernels.tiles import Tile
 from te_compile.ops.cross_entropy import (
     cross_entropy_backward_reference,
     cross_entropy_backward_with_sums_reference,
     cross_entropy_forward_reference,
 )
+from te_compile.ops.fused_quantize_cat import fused_quantize_cat_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.norm import norm_reference
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -458,6 +459,7 @@ def pair_rows() -> Iterator[Row]:
     """Producers of two values."""
     for m, k in SHAPES:
         yield _pair_row(m, k)
+        yield _halves_row(m, k)
 
 
 def _pair_row(m: int, k: int) -> Row:
@@ -474,6 +476,22 @@ def _pair_row(m: int, k: int) -> Row:
         return all(_same(got[i], wanted[i], 1e-3) for i in (0, 1, 4, 5))
 
     return Row("fused swiglu backward, both", f"{m}x{k}", m * k * (2 * len(inputs) + 4), call, check, "fused")
+
+
+def _halves_row(m: int, k: int) -> Row:
+    """The same two beside each other, of a gate and what it gates that lie so, too."""
+    spec, scale = Spec.parse(SWIGLU_BACKWARD), torch.tensor(20.0, device=DEVICE)
+    gradients, gated = _randoms(m, k), _randoms(m, 2 * k)
+    turns = [[dy, *both.chunk(2, 1)] for dy, both in zip(gradients, gated, strict=False)]
+
+    def call(tile: Tile | None, turn: int) -> Any:
+        return fused_quantize_cat(turns[turn], scale, spec, E5M2, True, True, RULE, False, tile)
+
+    def check(got: Any) -> bool:
+        wanted = fused_quantize_cat_reference(turns[0], scale, spec, E5M2, True, True, RULE)
+        return all(_same(got[i], wanted[i], 1e-3) for i in (0, 1))
+
+    return Row("fused swiglu backward, beside each other", f"{m}x{k}", m * k * 10, call, check, "fused")
 
 
 def measure(row: Row, tile: Tile | None, ceilings: Ceilings) -> dict[str, Any]:

@@ -46,6 +46,7 @@ OPTIONAL_PASSES = (
     "long_convolutions",
     "channels_last_convolutions",
     "join_gradients",
+    "cat_producers",
     "fuse_producers",
     "sum_loss_gradients",
     "overwrite_logits",

@@ -118,6 +118,10 @@ def producer_text(gemm: Node, which: str) -> str:
     elif is_te(producer, "fused_quantize"):
         spec = Spec.parse(arguments_of(producer)["spec"])
         parts = [operations_text(spec, which), "bias gradient" if spec.sums else "", shared]
+    elif is_te(producer, "fused_quantize_cat"):
+        spec = Spec.parse(arguments_of(producer)["spec"])
+        halves = " beside ".join(operations_text(spec.alone(index), which) for index in range(2))
+        parts = [halves, "bias gradient" if spec.sums else "", shared]
     elif is_te(producer, "fused_quantize_pair"):
         index = arguments_of(gemm)["a"].args[1] // RESULTS_OF_ONE
         spec = Spec.parse(arguments_of(producer)["spec"]).alone(index)

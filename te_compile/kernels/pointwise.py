@@ -28,7 +28,7 @@ from te_compile.kernels import buffers
 from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.column_sums import added_up
 from te_compile.kernels.launch import launch
-from te_compile.kernels.pointwise_parts import common_width, folding, with_parts_joined
+from te_compile.kernels.pointwise_parts import common_width, folding, with_equal_heads, with_parts_joined
 from te_compile.kernels.pointwise_pieces import piece_arguments
 from te_compile.kernels.pointwise_source import kernels
 from te_compile.kernels.programmatic import may_next_begin
@@ -89,6 +89,9 @@ def _work(
     others = [tile for tile in OTHERS if not spec.sums or _adds_alike(tile, tile_for(spec))]
     return Work(inputs, (spec.text(), dtype, layouts, unknown), others)
 
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, qᵀ, amax and 1 / scale of a matrix."""
 
 MOST_ROWS_OF_PROGRAMS = 65535  # that one launch may have
 
@@ -173,6 +176,23 @@ def fused_quantize_pair(
     return _produced(inputs, scales, spec, dtype, layouts, rule, measure, tile)
 
 
+def fused_quantize_cat(
+    inputs: list[Tensor],
+    scale: Tensor | None,
+    spec: Spec,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    rule: ScaleRule,
+    measure: bool,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """[q, qᵀ, amax, 1 / scale, sums …] of the two values of ``spec`` beside each other, as one matrix. ``measure``: the
+    scale may be absent or 0. See :func:`fused_quantize` for the rest."""
+    layouts = [(rowwise, columnwise)] * 2
+    return _produced(inputs, [scale, scale], spec, dtype, layouts, rule, measure, tile, beside=True)
+
+
 def _produced(
     inputs: list[Tensor],
     scales: list[Tensor | None],
@@ -183,12 +203,14 @@ def _produced(
     measure: bool,
     tile: Tile | None,
     partial_sums: bool = False,
+    beside: bool = False,
 ) -> list[Tensor]:
     rows, columns = extent(spec, inputs)
-    if not is_within_reach(rows, columns):
-        raise ValueError(f"a producer's matrix is {rows} x {columns}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
-    inputs = list(map(_near, inputs))
-    if measure and not tile and (whole := _alone(spec, layouts, rows, columns)):
+    wide = columns * (1 + beside)
+    if not is_within_reach(rows, wide):
+        raise ValueError(f"a producer's matrix is {rows} x {wide}, not at most {MOST_ROWS} x {MOST_COLUMNS}")
+    inputs = with_equal_heads(spec, list(map(_near, inputs)))
+    if measure and not tile and not beside and (whole := _alone(spec, layouts, rows, columns)):
         return _produced_alone(inputs, scales, spec, dtype, layouts, rule, whole)
     tile = tile or choose(tile_for(spec), lambda: _work(inputs, spec, dtype, layouts, None in scales))
     if partial_sums:
@@ -211,9 +233,15 @@ def _produced(
     if tile.registers is not None:
         shape["maxnreg"] = tile.registers
     arguments = _kernel_arguments(spec, inputs, rows)
-    flags = dict(zip(("ROWWISE", "COLUMNWISE", "ROWWISE2", "COLUMNWISE2"), itertools.chain(*layouts), strict=False))
+    flags: dict[str, int] = dict(
+        zip(("ROWWISE", "COLUMNWISE", "ROWWISE2", "COLUMNWISE2"), itertools.chain(*layouts), strict=False)
+    )
+    if spec.second:
+        flags["BESIDE"] = 2 if beside else 1
     with on_device_of(x):
-        quantized = [buffers.quantized(x, rows, columns, dtype, *wanted, n) for n, wanted in enumerate(layouts)]
+        together = layouts[:1] if beside else layouts
+        made = [buffers.quantized(x, rows, wide, dtype, *wanted, n) for n, wanted in enumerate(together)]
+        quantized = _halves(*made[0], columns) if beside else made
         emitted = [buffers.empty(x, (rows, columns), result.dtype) for result in spec.emitted]
         partials = [buffers.empty(x, (tiles_m, columns), torch.float32) for _ in spec.sums]
         if measure:
@@ -229,9 +257,15 @@ def _produced(
             E5M2=dtype == torch.float8_e5m2, **flags, **shape, NEXT=may_next_begin(x, rows),
         )  # fmt: skip
         if partial_sums:
-            return [*itertools.chain(*quantized), *emitted, *partials]
+            return [*itertools.chain(*made), *emitted, *partials]
         sums = [added_up([partial], [given.dtype])[0] for partial, given in zip(partials, spec.sums, strict=True)]
-    return [*itertools.chain(*quantized), *emitted, *sums]
+    return [*itertools.chain(*made), *emitted, *sums]
+
+
+def _halves(q: Tensor, qt: Tensor, amax: Tensor, scale_inv: Tensor, columns: int) -> list[Quantized]:
+    """The memory of each of two matrices of so many columns that lie beside each other, of one amax and scale."""
+    parts = ((part * columns, (part + 1) * columns) for part in range(2))
+    return [(q[..., first:last], qt[first:last], amax, scale_inv) for first, last in parts]
 
 
 def _alone(spec: Spec, layouts: list[tuple[bool, bool]], rows: int, columns: int) -> Tile | None:

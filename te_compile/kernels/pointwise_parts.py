@@ -55,6 +55,28 @@ def common_width(spec: Spec, inputs: list[Tensor]) -> int:
     return width & -width
 
 
+def with_equal_heads(spec: Spec, inputs: list[Tensor]) -> list[Tensor]:
+    """``inputs`` with parts seen as heads of one width, as far as they can be: a part that one tensor after another is
+    written by may be one wide head, or narrow ones side by side, beside others that permute theirs. It is the same
+    memory."""
+    parts = parts_of(spec, inputs)
+    width = math.gcd(*(part.shape[3] for part in parts))
+    if all(part.shape[3] == width for part in parts):
+        return inputs
+    seen = {id(part): _in_heads(part, width) for part in parts}
+    return [seen.get(id(x), x) for x in inputs]
+
+
+def _in_heads(part: Tensor, width: int) -> Tensor:
+    """[A, S, G, D] as [A, S, G · D / width, width], if its heads lie side by side, or are one."""
+    a, s, heads, wide = part.shape
+    together = part.stride(3) == 1 and (heads == 1 or part.stride(2) == wide)
+    if wide == width or not together:
+        return part
+    strides = (*part.stride()[:2], width, 1)
+    return part.as_strided((a, s, heads * (wide // width), width), strides)
+
+
 def parts_of(spec: Spec, inputs: list[Tensor]) -> list[Tensor]:
     """All parts [A, S, G, D] of all inputs that come in parts."""
     return [part for given, tensors in grouped(spec, inputs) if given.parts for part in tensors]

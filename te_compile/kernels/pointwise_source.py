@@ -204,7 +204,7 @@ def produce(
     {inputs},
     {outputs}{quantized}, rows, columns, words,
     MEASURED: tl.constexpr, TARGET: tl.constexpr, EPSILON: tl.constexpr, POWER_2: tl.constexpr, E5M2: tl.constexpr,
-    {layouts},
+    {layouts},{beside}
     EVEN: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr,
     FLAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEXT: tl.constexpr,
 ):
@@ -300,6 +300,7 @@ def source(spec: Spec) -> str:
             name: between.join(text.format(n=end, root=root) for root, end in _ends(spec))
             for name, (text, between) in _OF_EACH.items()
         },
+        beside=" BESIDE: tl.constexpr," if spec.second else "",
         emit="\n    ".join(emit),
         tile="\n    ".join(_tile_text(spec, leaving, arguments)),
         sums="\n    ".join(line for i, given in enumerate(spec.sums) for line in _sum_text(i, given.value)),
@@ -308,8 +309,13 @@ def source(spec: Spec) -> str:
 
 def _tile_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
     """What ``produce`` does with its tile."""
-    text = ["tile_at = tile_m * columns + tile_k", *_quarters_text(spec, leaving, arguments)]
+    text = [f"tile_at = tile_m * {_row_text(spec)} + tile_k", *_quarters_text(spec, leaving, arguments)]
     return [*text, *(f"largest{end} = {_largest_text(root)}" for root, end in _ends(spec))]
+
+
+def _row_text(spec: Spec) -> str:
+    """How far apart the rows of what is written are. Two values may lie beside each other, in one matrix."""
+    return "(columns * BESIDE)" if spec.second else "columns"
 
 
 def _largest_text(root: str) -> str:
@@ -333,7 +339,7 @@ def _quarters_text(spec: Spec, leaving: list[str], arguments: str) -> list[str]:
     for j in range(4):
         compute += [
             f"m{j} = 4 * word + {j}",
-            f"at{j} = m{j}[:, None] * columns + k[None, :]",  # only a tile's corner needs 64 bits
+            f"at{j} = m{j}[:, None] * {_row_text(spec)} + k[None, :]",  # only a tile's corner needs 64 bits
             f"in_rows{j} = tile_m + m{j} < rows",
             f"inside{j} = in_rows{j}[:, None] & in_columns[None, :]",
             f"{', '.join(f'{name}_{j}' for name in leaving)} = values(",

@@ -17,7 +17,7 @@ from torch import Tensor
 from te_compile.ops import calibration, registry
 from te_compile.ops.fused_quantize import check_triton, has_no_kernel
 from te_compile.ops.library import define
-from te_compile.ops.pointwise import Spec, evaluate, extent
+from te_compile.ops.pointwise import Spec, SpecError, evaluate, extent
 from te_compile.ops.quantize import padded, quantize_reference
 from te_compile.recipe import ScaleRule
 
@@ -63,6 +63,13 @@ def fused_quantize_pair_triton(
     return pointwise.fused_quantize_pair(inputs, scales, spec, dtype, layouts, rule, measure)
 
 
+def _parsed(spec: str) -> Spec:
+    parsed = Spec.parse(spec)
+    if not parsed.second or parsed.sums:
+        raise SpecError(f"the spec {spec!r} is not that of two values of which codes alone are wanted")
+    return parsed
+
+
 def _fused_quantize_pair(
     inputs: list[Tensor],
     scale: Tensor | None,
@@ -78,7 +85,7 @@ def _fused_quantize_pair(
 ) -> list[Tensor]:
     function = registry.function_of("fused_quantize_pair", implementation)
     layouts = [(rowwise, columnwise), (second_rowwise, second_columnwise)]
-    return function(inputs, [scale, second_scale], Spec.parse(spec), dtype, layouts, ScaleRule.parse(rule))
+    return function(inputs, [scale, second_scale], _parsed(spec), dtype, layouts, ScaleRule.parse(rule))
 
 
 def _fused_quantize_pair_fake(
@@ -94,7 +101,7 @@ def _fused_quantize_pair_fake(
     rule: str,
     implementation: str = registry.REFERENCE,
 ) -> list[Tensor]:
-    rows, columns = extent(Spec.parse(spec), inputs)
+    rows, columns = extent(_parsed(spec), inputs)
     x, results = inputs[0], list[Any]()
     for in_rows, in_columns in ((rowwise, columnwise), (second_rowwise, second_columnwise)):
         results += (

@@ -405,8 +405,8 @@ class SpecBuilder:
         for name in spec.leaving:
             if self.kind(name) == TRUTH:
                 raise SpecError(f"{name} is a truth, not a number")
-        if second and (emitted or sums or second == quantized):
-            raise SpecError("of two values that are quantised nothing else leaves, and they are not the same")
+        if second and (emitted or second == quantized):
+            raise SpecError("two values that are quantised are not the same, and neither leaves in high precision")
         return spec
 
     def _as(self, kind: str, operand: Operand) -> Operand:

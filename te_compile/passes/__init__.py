@@ -14,6 +14,7 @@ from torch.fx import Graph
 from te_compile.options import Options
 from te_compile.passes.accumulate_in_products import accumulate_in_products
 from te_compile.passes.add_in_products import add_in_products
+from te_compile.passes.cat_producers import cat_producers
 from te_compile.passes.channels_last_convolutions import channels_last_convolutions
 from te_compile.passes.choose_implementations import choose_implementations
 from te_compile.passes.compute_once import compute_once
@@ -99,6 +100,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     long_convolutions,
     channels_last_convolutions,
     join_gradients,  # before the producers, which read the parts of a cat where they lie
+    cat_producers,  # likewise; before them, which would read the halves
     fuse_producers,
     sum_loss_gradients,  # after fuse_loss_backward, and after the producers, which sum what they read anyway
     overwrite_logits,  # after it, which makes another operator of the loss's backward

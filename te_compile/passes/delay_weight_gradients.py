@@ -20,7 +20,7 @@ from te_compile.passes.index_space import behind_views
 from te_compile.passes.prune_outputs import layouts_of
 from te_compile.passes.remake_transposed import is_in_backward, matrices_read_by, remake
 
-_LARGE = ("fused_quantize", "fused_quantize_pair")
+_LARGE = ("fused_quantize", "fused_quantize_cat", "fused_quantize_pair")
 
 
 def delay_weight_gradients(graph: Graph) -> int:

@@ -16,8 +16,6 @@ that are saved for it, rather than having them saved.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -25,13 +23,13 @@ from torch.fx import Graph, Node
 from te_compile.ops.fused_quantize import FIRST_EMITTED, FUSED_QUANTIZE
 from te_compile.ops.pointwise import Place
 from te_compile.ops.quantize import QUANTIZE
-from te_compile.passes.closures import Closure, Leaf, find_closure
-from te_compile.passes.column_shifts import is_move
-from te_compile.passes.index_space import IndexSpace, Item, behind_views
-from te_compile.passes.new_nodes import call_like, in_shape_of, reshaped, same_phase
-from te_compile.passes.parts import place_of_size
+from te_compile.passes.closures import Closure, find_closure
+from te_compile.passes.index_space import IndexSpace, Item
+from te_compile.passes.new_nodes import call_like, in_shape_of, reshaped
 from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
-from te_compile.passes.row_sums import constant_shape, is_row_sum
+from te_compile.passes.producer_inputs import erase_dead, input_node
+from te_compile.passes.producer_readers import Readers, readers_of
+from te_compile.passes.row_sums import constant_shape
 from te_compile.passes.sizes import all_same
 
 aten = torch.ops.aten
@@ -47,7 +45,7 @@ def fuse_producers(graph: Graph) -> int:
             continue  # the spec's views need the number of columns
         rows, columns = x.shape
         space = spaces.setdefault((str(rows), columns, x.device), IndexSpace(rows, columns, x.device))
-        readers = _readers_of(quantize, space)
+        readers = readers_of(quantize, space)
         closure = _closure(quantize, readers, space)
         if closure is not None:
             rewired = _replace(quantize, closure, readers)
@@ -55,44 +53,6 @@ def fuse_producers(graph: Graph) -> int:
             for known in spaces.values() if rewired else ():
                 known.forget(rewired)
     return fused
-
-
-@dataclass(frozen=True)
-class Readers:
-    """Who reads z beside the quantize: ``root`` computes it, ``views`` show it, ``sums`` add up its rows."""
-
-    root: Node
-    views: tuple[Node, ...]
-    sums: tuple[Node, ...]
-    others: tuple[Node, ...]
-
-
-def _readers_of(quantize: Node, space: IndexSpace) -> Readers:
-    """Everyone who reads what ``quantize`` reads, as far as its producer may serve them."""
-    root = behind_views(quantize.args[0])
-    family, sums, others = [root], [], []
-    for member in family:
-        for user in member.users:
-            if user.target in VIEWS and tensor_arguments(user) == [member]:
-                family.append(user)
-            elif is_row_sum(user, space) and same_phase(user, quantize):
-                sums.append(_as_wanted(user))
-            elif user is not quantize and user.target is not aten.sym_size.int:  # who asks for a size reads no number
-                others.append(user)
-    scale = quantize.args[1]
-    late = isinstance(scale, Node) and any(not scale < reader for reader in (*family[1:], *sums, *others))
-    if late or not same_phase(root, quantize):
-        sums, others = [], []
-    return Readers(root, tuple(family[1:]), tuple(sorted(sums)), tuple(others))
-
-
-def _as_wanted(total: Node) -> Node:
-    """The sum, or its cast to the dtype of a bias if that is all that is wanted of it."""
-    users = list(total.users)
-    if len(users) == 1 and users[0].target in CASTS and value_of(users[0]) is not None and same_phase(users[0], total):
-        wanted = users[0].meta["val"].dtype
-        return users[0] if wanted in (torch.bfloat16, torch.float16) else total
-    return total
 
 
 def _closure(quantize: Node, readers: Readers, space: IndexSpace) -> Closure | None:
@@ -143,7 +103,7 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
     graph, (_, scale, *rest) = quantize.graph, quantize.args
     emitted = bool(closure.spec.emitted)
     with graph.inserting_before(min([quantize, *readers.sums, *(readers.root.users if emitted else ())])):
-        inputs = [_input_node(leaf, closure.columns, quantize) for leaf in closure.leaves]
+        inputs = [input_node(leaf, closure.columns, quantize) for leaf in closure.leaves]
         fused = call_like(FUSED_QUANTIZE, (inputs, scale, closure.spec.text(), *rest), quantize)
         results = range(FIRST_EMITTED, FIRST_EMITTED + emitted + len(readers.sums))
         rewired: set[Node] = set()
@@ -155,55 +115,5 @@ def _replace(quantize: Node, closure: Closure, readers: Readers) -> set[Node]:
     behind_casts = [tensor_arguments(total)[0] for total in readers.sums if total.target in CASTS]
     for node in (quantize, *readers.sums, *behind_casts):
         graph.erase_node(node)
-    _erase_dead({*readers.views, readers.root, *(item.node for item in closure.joined)})
+    erase_dead({*readers.views, readers.root, *(item.node for item in closure.joined)})
     return rewired
-
-
-def _erase_dead(nodes: set[Node]) -> None:
-    """Erase those of ``nodes`` that nobody reads any more, and what was made for them alone."""
-    while nodes:
-        node = max(nodes)
-        nodes.discard(node)
-        if not node.users and (is_pointwise(node) or is_move(node)):
-            nodes.update(node.all_input_nodes)
-            node.graph.erase_node(node)
-
-
-def _input_node(leaf: Leaf, columns: int, quantize: Node) -> Node:
-    """The leaf in the shape that the spec declares, a view of it if need be."""
-    if leaf.shape is not None:  # a view, but no demand for one: an operator may lay out its result as nobody foretold
-        shape = _sizes_of_a_view(leaf.node, leaf.shape, quantize)
-        return call_like(aten.reshape.default, (leaf.node, shape), quantize)
-    if leaf.dims is not None:
-        return _by_heads(leaf.node, leaf.dims, quantize)
-    wanted = {Place.FULL: [-1, columns], Place.ROW: [-1], Place.COLUMN: [-1, 1], Place.SCALAR: []}[leaf.place]
-    node, value = leaf.node, leaf.node.meta["val"]
-    if leaf.place is not Place.FULL and not value.is_contiguous():
-        node = call_like(aten.clone.default, (node,), quantize, memory_format=torch.contiguous_format)
-    return reshaped(node, wanted, quantize)
-
-
-def _sizes_of_a_view(node: Node, shape: tuple[Any, ...], quantize: Node) -> list[int | Node]:
-    """``shape`` as an operator takes it: a symbolic size follows from the rest, or ``node`` is asked for several."""
-    symbols = [size for size in shape if not isinstance(size, int)]
-    if len(symbols) <= 1:
-        return [size if isinstance(size, int) else -1 for size in shape]
-
-    def asked(size: Any) -> Node:
-        return call_like(aten.sym_size.int, (node, place_of_size(size, node.meta["val"])), quantize)
-
-    return [size if isinstance(size, int) else asked(size) for size in shape]
-
-
-def _by_heads(node: Node, dims: tuple[int | None, ...], quantize: Node) -> Node:
-    """A view of ``node`` as [A, S, G, D], which its dimensions ``dims`` are; 1 for those that it does not have."""
-    has = [dim for dim in dims if dim is not None]
-    others = [dim for dim in range(node.meta["val"].dim()) if dim not in has]
-    if [*others, *has] != list(range(len(has) + len(others))):
-        node = call_like(aten.permute.default, (node, [*others, *has]), quantize)
-    for _ in others:
-        node = call_like(aten.squeeze.dim, (node, 0), quantize)
-    for position, dim in enumerate(dims):
-        if dim is None:
-            node = call_like(aten.unsqueeze.default, (node, position), quantize)
-    return node

@@ -17,26 +17,19 @@ from torch.fx import Graph, Node
 
 from te_compile.ops.fused_quantize import FUSED_QUANTIZE
 from te_compile.ops.fused_quantize_pair import FUSED_QUANTIZE_PAIR, RESULTS_OF_ONE
-from te_compile.ops.pointwise import Input, Operand, Place, Spec, SpecBuilder, grouped
+from te_compile.ops.pointwise import Spec
 from te_compile.passes.arguments import arguments_of
-from te_compile.passes.index_space import behind_views
+from te_compile.passes.merged_specs import Reading, merged, share_matrices
 from te_compile.passes.new_nodes import call_like, same_phase
 from te_compile.passes.sizes import same
-
-MOST_MATRICES = 5
-"""Two results are held as codes beside what is read: more matrices than these would run out of registers."""
-
-Read = tuple[Input, tuple[Node, ...]]
-"""One input of a spec, and the nodes that hold its tensor or its parts."""
 
 
 @dataclass(frozen=True)
 class Producer:
-    """A producer's node, what its spec says, and what each input of that is read from."""
+    """A producer's node, and what it reads for which spec."""
 
     node: Node
-    spec: Spec
-    reads: tuple[Read, ...]
+    reading: Reading
 
     @property
     def scale(self) -> Any:
@@ -48,13 +41,6 @@ class Producer:
         """Every node that it reads."""
         return set(self.node.all_input_nodes)
 
-    def known_as(self, read: Read) -> tuple[Any, ...]:
-        """Equal for inputs that are the same tensor, read in the same way."""
-        given, nodes = read
-        if given.parts:
-            return given, tuple((behind_views(node), str(node.meta["val"].shape)) for node in nodes)
-        return given, tuple(map(behind_views, nodes))
-
 
 def pair_producers(graph: Graph) -> int:
     """Merge producers two by two where they share what they read; returns how many pairs there are."""
@@ -65,7 +51,7 @@ def pair_producers(graph: Graph) -> int:
         producer = _producer(node)
         if producer is None:
             continue
-        matrices = {producer.known_as(read): None for read in producer.reads if read[0].place is Place.FULL}
+        matrices = producer.reading.matrices
         found = (each for matrix in matrices for each in waiting.get(matrix, ()) if each.node not in paired)
         partner = next((each for each in found if _belong_together(each, producer)), None)
         if partner is None:
@@ -84,7 +70,7 @@ def _producer(node: Node) -> Producer | None:
     if spec.emitted or spec.sums or spec.tensors_in_pieces:
         return None
     inputs: Any = node.args[0]
-    return Producer(node, spec, tuple((given, tuple(nodes)) for given, nodes in grouped(spec, inputs)))
+    return Producer(node, Reading.of(spec, inputs))
 
 
 def _belong_together(one: Producer, other: Producer) -> bool:
@@ -94,10 +80,9 @@ def _belong_together(one: Producer, other: Producer) -> bool:
         return False
     if not same_phase(one.node, other.node) or not _of_one_size(one.node, other.node):
         return False
-    matrices = [{p.known_as(read) for read in p.reads if read[0].place is Place.FULL} for p in (one, other)]
-    if not matrices[0] & matrices[1] or len(matrices[0] | matrices[1]) > MOST_MATRICES:
+    if not share_matrices(one.reading, other.reading):
         return False
-    return _place_for(one, other) is not None and _merged(one, other) is not None
+    return _place_for(one, other) is not None and merged(one.reading, other.reading) is not None
 
 
 def _of_one_size(one: Node, other: Node) -> bool:
@@ -132,14 +117,12 @@ def _merge(one: Producer, other: Producer) -> None:
     """Put the pair in the place of both."""
     place = _place_for(one, other)
     assert place is not None
-    merged = _merged(one, other)
-    assert merged is not None
-    spec, reads = merged
-    inputs = [node for _, nodes in reads for node in nodes]
+    both = merged(one.reading, other.reading)
+    assert both is not None
     flags = [arguments_of(each.node)[name] for each in (one, other) for name in ("rowwise", "columnwise")]
     alike = arguments_of(one.node)
     with place.graph.inserting_before(place):
-        arguments = (inputs, one.scale, other.scale, spec.text(), alike["dtype"], *flags, alike["rule"])
+        arguments = (both.inputs, one.scale, other.scale, both.spec.text(), alike["dtype"], *flags, alike["rule"])
         pair = call_like(FUSED_QUANTIZE_PAIR, arguments, one.node)
         for turn, producer in enumerate((one, other)):
             for result in list(_results(producer.node)):
@@ -149,24 +132,3 @@ def _merge(one: Producer, other: Producer) -> None:
                 place.graph.erase_node(result)
     for producer in (one, other):
         place.graph.erase_node(producer.node)
-
-
-def _merged(one: Producer, other: Producer) -> tuple[Spec, list[Read]] | None:
-    """One spec that quantises what both do, and what its inputs are read from; None if both do the same."""
-    builder = SpecBuilder()
-    reads: list[Read] = []
-    inputs: dict[tuple[Any, ...], str] = {}
-    roots: list[str] = []
-    for producer in (one, other):
-        names: dict[Operand, Operand] = {}
-        for index, read in enumerate(producer.reads):
-            key = producer.known_as(read)
-            if key not in inputs:
-                inputs[key] = builder.again(read[0])
-                reads.append(read)
-            names[f"x{index}"] = inputs[key]
-        for index, step in enumerate(producer.spec.steps):
-            operands = (names[operand] if isinstance(operand, str) else operand for operand in step.operands)
-            names[f"t{index}"] = builder.step(step.operation, *operands)
-        roots.append(str(names[producer.spec.quantized]))
-    return None if roots[0] == roots[1] else (builder.finish(roots[0], [], [], roots[1]), reads)

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from te_compile.ops.fused_quantize_pair import RESULTS_OF_ONE
 from te_compile.passes.arguments import arguments_of, is_te, operator_of, refresh_value, result, set_arguments
 
-PRODUCERS = ("quantize", "fused_quantize", "fused_quantize_pair", "norm_quantize")
+PRODUCERS = ("quantize", "fused_quantize", "fused_quantize_cat", "fused_quantize_pair", "norm_quantize")
 """The operators that write q and qt."""
 _FLAT = {"rowwise": 0, "columnwise": 1}
 """An operator that returns one list puts q and qt first,"""

@@ -29,7 +29,7 @@ FEWEST_MATRICES = 2
 def transpose_late(graph: Graph) -> int:
     """Make each qᵀ of a large producer of gradients of its q, where it is read; returns how many."""
     count = 0
-    for name in ("fused_quantize", "fused_quantize_pair"):
+    for name in ("fused_quantize", "fused_quantize_cat", "fused_quantize_pair"):
         for node in [each for each in graph.nodes if is_te(each, name)]:
             if is_in_backward(node) and _matrices(node) >= FEWEST_MATRICES:
                 layouts = layouts_of(node)

@@ -31,6 +31,7 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 RULE = ScaleRule().text()
 SPEC = "x0: bfloat16[M, K]; t0 = relu(x0); quantize t0; emit t0: bfloat16; sum t0: float32"
 PAIR = "x0: bfloat16[M, K]; t0 = relu(x0); t1 = neg(x0); quantize t0; quantize t1"
+PAIR_WITH_SUMS = PAIR + "; sum t0: float32; sum t1: bfloat16"
 NEEDS_CORE = pytest.mark.skipif(bool(native.missing(cuda=True)), reason="the core was built without CUDA")
 
 
@@ -114,6 +115,14 @@ CALLS: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
             ([matrix(64, 128)], scale(), scale(), PAIR, E5M2, True, True, True, True, RULE),
             {"implementation": "triton"},
         ),
+    ),
+    "halves": (
+        "fused_quantize_cat",
+        lambda: (([matrix(64, 128)], scale(), PAIR, E5M2, True, True, RULE), {"implementation": "triton"}),
+    ),
+    "halves, current, with sums": (
+        "fused_quantize_cat",
+        lambda: (([matrix(64, 128)], None, PAIR_WITH_SUMS, E5M2, True, True, RULE), {"implementation": "triton"}),
     ),
     "producer, current": (
         "fused_quantize",

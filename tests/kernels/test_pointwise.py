@@ -11,6 +11,7 @@ from torch import Tensor
 from te_compile.kernels import pointwise
 from te_compile.kernels.tiles import Tile
 from te_compile.ops.fused_quantize import fused_quantize_reference
+from te_compile.ops.fused_quantize_cat import fused_quantize_cat_reference
 from te_compile.ops.fused_quantize_pair import fused_quantize_pair_reference
 from te_compile.ops.pointwise import NUMBER, OPERATIONS, TRUTH, Place, Result, Spec, SpecBuilder
 from te_compile.ops.reach import MOST_COLUMNS
@@ -166,6 +167,38 @@ def test_two_values_agree_with_the_reference(
     assert_same(got, fused_quantize_pair_reference(*arguments))
 
 
+HALVES = Spec.parse(f"{PAIR.text()}; sum t2: float32; sum t5: bfloat16")
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("shape", [(32, 16), (33, 17), (1, 50), (64, 48)])
+@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("scale", [3.0, None, 0.0], ids=["known", "current", "unknown"])
+@pytest.mark.parametrize("spec", [PAIR, HALVES], ids=["codes", "sums"])
+def test_two_values_beside_each_other_agree_with_the_reference(
+    spec: Spec,
+    scale: float | None,
+    layouts: tuple[bool, bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    given = None if scale is None else torch.tensor(scale, device=device)
+    arguments = (inputs_of(spec, *shape, device), given, spec, dtype, *layouts, ScaleRule(margin=1))
+    got = pointwise.fused_quantize_cat(*arguments, measure=not scale, tile=SMALL)
+    assert_same(got, fused_quantize_cat_reference(*arguments))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_amax_is_that_of_both_halves(first: bool, device: str) -> None:
+    inputs = inputs_of(PAIR, 40, 24, device)
+    inputs[2][:] = 2.0**-10 if first else 2.0**10  # by which the second half is multiplied
+    inputs[1][:] *= 2.0**5 if first else 2.0**-5
+    got = pointwise.fused_quantize_cat(inputs, None, PAIR, FP8[0], True, True, ScaleRule(), measure=True, tile=SMALL)
+    halves = fused_quantize_pair_reference(inputs, [None, None], PAIR, FP8[0], [(True, True)] * 2, ScaleRule())
+    assert got[2] == max(halves[2], halves[6])
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_one_value_that_is_not_finite_makes_the_amax_infinite(poison: float, device: str) -> None:
     [x] = inputs_of(CAST, 40, 24, device)
@@ -264,6 +297,34 @@ def test_parts_without_unit_stride_are_joined_beforehand(device: str) -> None:
     assert part.stride(3) == 2
     arguments = ([part], None, spec, FP8[0], True, True, ScaleRule())
     assert_same(pointwise.fused_quantize(*arguments, measure=True), fused_quantize_reference(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("heads", "seen"),
+    [((4, 4, 4), (64, 64, 256)), ((4, 2, 2), (128, 128, 256)), ((2, 4, 4), (64, 128, 128)), ((8, 2, 2), (32, 64, 64))],
+    ids=str,
+)
+def test_parts_seen_as_heads_of_several_widths_are_read_where_they_lie(
+    heads: tuple[int, ...], seen: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with one linear for q, k and v: rotations leave gradients of q and k permuted, attention that of v in rows."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("parts were joined beforehand")
+
+    monkeypatch.setattr(pointwise, "with_parts_joined", refuse)
+    batch, length, narrow = 2, 24, min(seen)
+    widths = [n * narrow for n in heads]
+    parts = []
+    for width, head in zip(widths, seen, strict=True):
+        flat = torch.randn(batch, length, max(1, width // head), min(width, head), device=device).bfloat16()
+        permuted = flat.transpose(1, 2).contiguous().transpose(1, 2)
+        parts.append(permuted if head == narrow else flat)
+    spec = Spec.parse(f"x0: bfloat16[M, K of {' + '.join(map(str, widths))}]; quantize x0; sum x0: float32")
+    scale = torch.rand((), device=device) * 8 + 0.1
+    arguments = (parts, scale, spec, FP8[0], True, True, ScaleRule())
+    got = pointwise.fused_quantize(*arguments, measure=False, tile=Tile(16, 64, 4))
+    assert_same(got, fused_quantize_reference(*arguments))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 65, 200])

@@ -40,12 +40,18 @@ def test_a_spec_of_two_values_is_text_and_back_and_each_alone() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [PAIR + "; quantize t1", FIRST + "; quantize t2", PAIR + "; sum t2: float32", PAIR + "; emit t2: bfloat16"],
-    ids=["three", "twice the same", "a sum", "a value"],
+    [PAIR + "; quantize t1", FIRST + "; quantize t2", PAIR + "; emit t2: bfloat16"],
+    ids=["three", "twice the same", "a value"],
 )
 def test_what_no_kernel_writes_is_no_spec(wrong: str) -> None:
     with pytest.raises(SpecError):
         Spec.parse(wrong)
+
+
+@pytest.mark.parametrize("wrong", [FIRST, PAIR + "; sum t2: float32"], ids=["one value", "a sum"])
+def test_what_it_does_not_return_is_refused(wrong: str) -> None:
+    with pytest.raises(SpecError, match="two values of which codes alone"):
+        FUSED_QUANTIZE_PAIR(inputs(), None, None, wrong, torch.float8_e5m2, True, True, True, True, RULE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
