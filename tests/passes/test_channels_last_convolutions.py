@@ -171,6 +171,40 @@ def test_a_transposed_one_stays() -> None:
     assert channels_last_convolutions(traced(lambda x, weight: F.conv_transpose1d(x, weight), x, weight).graph) == 0
 
 
+class Normed(nn.Module):
+    """Convolutions with norms of each channel along the length, or of all channels at each place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(WIDTH, OUTPUTS, TAPS, bias=False)  # norms take it away
+        self.second, self.third = (nn.Conv1d(OUTPUTS, OUTPUTS, TAPS) for _ in range(2))
+        norms = {
+            "group": nn.GroupNorm(8, OUTPUTS),
+            "instance": nn.InstanceNorm1d(OUTPUTS, affine=True),
+            "layer": nn.LayerNorm(OUTPUTS),
+        }
+        self.norm = norms[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) if isinstance(self.norm, nn.LayerNorm) else self.norm(x)
+        y: Tensor = self.third(F.gelu(self.second(F.gelu(x))))
+        return y
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("kind", "expected"), [("group", 2), ("instance", 2), ("layer", 6)])
+def test_beside_a_norm_along_the_length_they_stay(kind: str, expected: int) -> None:
+    """Of three the first and the second, each with its backward."""
+    model, x = Normed(kind).bfloat16(), torch.randn(BATCH, WIDTH, LENGTH).bfloat16()
+    exact = deepcopy(model).double()
+    with manager.recording() as records:
+        got = a_step(compiled(model, exclude=["*"]), model, x)
+    assert counts(records[0]) == [expected]
+    for one, other in zip(got, a_step(exact, exact, x.double()), strict=True):
+        assert relative_error(one, other) < 6e-2
+
+
 # ----------------------------------------------------------------------------------------------------------- in models
 
 
