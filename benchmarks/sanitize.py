@@ -57,6 +57,7 @@ CASES = (
     Case("norm_rows", "tests/kernels/test_norm_rows.py"),
     Case("norm_backward", "tests/kernels/test_norm_backward.py"),
     Case("column_sums", "tests/kernels/test_column_sums.py"),
+    Case("gather_backward", "tests/kernels/test_gather_backward.py"),
     Case("cross_entropy", "tests/kernels/test_cross_entropy.py"),
     Case("weights", "tests/kernels/test_weights.py"),
     # The model's products are cuBLASLt's, which racecheck does not bear.

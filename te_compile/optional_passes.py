@@ -42,6 +42,7 @@ OPTIONAL_PASSES = (
     "narrow_norm_gradients",
     "fuse_loss_backward",
     "sum_few_rows",
+    "gather_backwards",
     "open_weight_norms",
     "long_convolutions",
     "channels_last_convolutions",

@@ -28,6 +28,7 @@ from te_compile.passes.fuse_loss_backward import fuse_loss_backward
 from te_compile.passes.fuse_norm_backward import fuse_norm_backward
 from te_compile.passes.fuse_norm_quantize import fuse_norm_quantize
 from te_compile.passes.fuse_producers import fuse_producers
+from te_compile.passes.gather_backwards import gather_backwards
 from te_compile.passes.give_four_dimensions import give_four_dimensions
 from te_compile.passes.join_biases import join_biases
 from te_compile.passes.join_gradients import join_gradients
@@ -96,6 +97,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     narrow_norm_gradients,  # likewise: only a kernel reads what is not there in float32
     fuse_loss_backward,  # likewise
     sum_few_rows,  # before the producers, which ask who else reads a gradient, and in which dtype
+    gather_backwards,  # likewise
     open_weight_norms,  # before the producers, as are the next two
     long_convolutions,
     channels_last_convolutions,
