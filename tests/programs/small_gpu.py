@@ -23,6 +23,7 @@ from te_compile.kernels import (
     alone,
     column_sums,
     cross_entropy,
+    gather_backward,
     dropout_masks,
     norm,
     norm_backward,
@@ -104,6 +105,7 @@ def producers() -> None:
     pointwise.fused_quantize(heads, scale, Spec.parse(PARTS), E4M3, True, True, RULE, False)
     inputs, layouts = [empty(197, 1000) for _ in range(3)], [(True, True)] * 2
     pointwise.fused_quantize_pair(inputs, [scale] * 2, Spec.parse(SWIGLU_BACKWARD), E5M2, layouts, RULE, False)
+    pointwise.fused_quantize_cat(inputs, scale, Spec.parse(SWIGLU_BACKWARD), E5M2, True, True, RULE, False)
 
 
 def products() -> None:
@@ -148,6 +150,11 @@ def sums() -> None:
     column_sums.added_up_at_once(partials, [BF16, FP32, BF16])
 
 
+def gathers() -> None:
+    for dtype in (BF16, torch.float16):
+        gather_backward.gather_backward(empty(64, 256, 256, dtype=dtype), empty(256, 256, dtype=torch.int64), 512)
+
+
 def masks() -> None:
     for size in ((8192, 4096), (197, 1001)):
         dropout_masks.draw_mask(empty(1, dtype=torch.int64), size, 0.1)
@@ -166,6 +173,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         attentions,
         weights,
         sums,
+        gathers,
         masks,
     )
 }
