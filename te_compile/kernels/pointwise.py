@@ -264,8 +264,11 @@ def _produced(
 
 def _halves(q: Tensor, qt: Tensor, amax: Tensor, scale_inv: Tensor, columns: int) -> list[Quantized]:
     """The memory of each of two matrices of so many columns that lie beside each other, of one amax and scale."""
-    parts = ((part * columns, (part + 1) * columns) for part in range(2))
-    return [(q[..., first:last], qt[first:last], amax, scale_inv) for first, last in parts]
+
+    def half(x: Tensor, dim: int, first: int) -> Tensor:  # an index would ask for a device, which a rehearsal has not
+        return x.narrow(dim, first, columns) if x.dim() == 2 else x
+
+    return [(half(q, 1, first), half(qt, 0, first), amax, scale_inv) for first in (0, columns)]
 
 
 def _alone(spec: Spec, layouts: list[tuple[bool, bool]], rows: int, columns: int) -> Tile | None:
