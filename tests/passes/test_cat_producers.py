@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+import te_compile
 from te_compile.ops.fused_quantize_cat import FUSED_QUANTIZE_CAT
 from te_compile.ops.pointwise import Spec
 from te_compile.passes import JOINT_PASSES, manager
@@ -251,6 +252,14 @@ def test_it_gets_along_with(options: dict[str, Any], checkpointed: bool) -> None
     assert {each.name: each.count for each in records[0].passes}["cat_producers"] == 1
     for one, other in zip(got, results_of(model, model, x), strict=True):
         assert relative_error(one, other) < 0.2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_report_says_what_stands_beside_each_other() -> None:
+    report = te_compile.explain(Gated("silu", bias=True).bfloat16(), torch.randn(4, 16, COLUMNS).bfloat16())
+    told = {row.name: row.fused for row in report.rows}
+    assert any(" beside " in text and "bias gradient" in text for text in told["both"]), told
+    assert not any(" beside " in text for text in told["down"])
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
