@@ -5,6 +5,9 @@ quantises is a cat of theirs. Both follow from the gradient of their product and
 of the cat would read each of its halves after somebody has written it: 18 bytes an element of a half, where one that
 computes both reads six and writes four (te::fused_quantize_cat). The bias's gradient, their sum over rows, comes along.
 
+What is done to the cat as a whole, row by row, is done to each half: experts' gradients are set to 0 in rows that are
+none of theirs.
+
 Heads of up to 1024 columns, in which rotary embeddings join halves, are fuse_producers.py's business.
 """
 
@@ -24,11 +27,11 @@ from te_compile.passes.column_shifts import WIDEST
 from te_compile.passes.index_space import IndexSpace, behind_views
 from te_compile.passes.merged_specs import Reading, merged, share_matrices
 from te_compile.passes.new_nodes import call_like, reshaped
-from te_compile.passes.pointwise_nodes import CASTS, tensor_arguments, value_of
+from te_compile.passes.pointwise_nodes import CASTS, VIEWS, is_pointwise, tensor_arguments, value_of
 from te_compile.passes.producer_inputs import erase_dead, input_node
 from te_compile.passes.producer_readers import Readers, readers_of
 from te_compile.passes.row_sums import constant_shape
-from te_compile.passes.sizes import same
+from te_compile.passes.sizes import all_same, same
 
 aten = torch.ops.aten
 
@@ -72,7 +75,7 @@ def _halves_of(quantize: Node) -> Halves | None:
     x = value_of(quantize.args[0])
     if x is None or not isinstance(x.shape[1], int) or x.shape[1] <= WIDEST:
         return None
-    root, (rows, columns) = behind_views(quantize.args[0]), x.shape
+    root, (rows, columns) = _as_cat(behind_views(quantize.args[0])), x.shape
     value = value_of(root)
     if root.target is not aten.cat.default or value is None:
         return None
@@ -85,6 +88,34 @@ def _halves_of(quantize: Node) -> Halves | None:
     alike = all(each is not None and same(each.shape[-1] * 2, columns) and each.dtype == value.dtype for each in values)
     alone = not readers.others and all(set(source.users) == {root} for source in sources)
     return Halves((sources[0], sources[1]), columns // 2, readers) if alike and alone else None
+
+
+def _as_cat(root: Node) -> Node:
+    """``root``, or, where that does something to each row of a cat of two for it alone, the cat of what that makes of
+    each half."""
+    cats = [each for each in root.all_input_nodes if each.target is aten.cat.default]
+    if not is_pointwise(root) or root.target in VIEWS or len(cats) != 1 or set(cats[0].users) != {root}:
+        return root
+    (cat,), value = cats, value_of(root)
+    given = arguments_of(cat)
+    last = cat.meta["val"].dim() - 1
+    if len(given["tensors"]) != 2 or given["dim"] % (last + 1) != last or value is None:
+        return root
+    if not all_same(value.shape, cat.meta["val"].shape):
+        return root
+    others = (each.meta["val"] for each in root.all_input_nodes if each is not cat)
+    if not all(other.dim() == 0 or same(other.shape[-1], 1) for other in others):
+        return root
+    with root.graph.inserting_before(root):
+        halves = [
+            call_like(root.target, tuple(half if each is cat else each for each in root.args), root, **root.kwargs)
+            for half in given["tensors"]
+        ]
+        new = call_like(aten.cat.default, (halves, last), root)
+    root.replace_all_uses_with(new)
+    for node in (root, cat):
+        root.graph.erase_node(node)
+    return new
 
 
 def _closures(quantize: Node, halves: Halves) -> list[Closure] | None:

@@ -189,6 +189,21 @@ def test_two_values_beside_each_other_agree_with_the_reference(
     assert_same(got, fused_quantize_cat_reference(*arguments))
 
 
+MASKED = Spec.parse(
+    "x0: bfloat16[M, K]; x1: bfloat16[M, K]; x2: bool[M, 1]; t0 = sigmoid(x0); t1 = mul(t0, x1); "
+    "t2 = where(x2, t1, 0.0); t3 = bfloat16(t2); t4 = where(x2, x0, 0.0); t5 = bfloat16(t4); quantize t3; quantize t5"
+)
+
+
+@pytest.mark.parametrize("scale", [3.0, None], ids=["known", "current"])
+@pytest.mark.parametrize("shape", [(32, 16), (33, 17), (64, 48)])
+def test_halves_may_be_masked_by_rows(shape: tuple[int, int], scale: float | None, device: str) -> None:
+    given = None if scale is None else torch.tensor(scale, device=device)
+    arguments = (inputs_of(MASKED, *shape, device), given, MASKED, FP8[1], True, True, ScaleRule())
+    got = pointwise.fused_quantize_cat(*arguments, measure=not scale, tile=SMALL)
+    assert_same(got, fused_quantize_cat_reference(*arguments))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_amax_is_that_of_both_halves(first: bool, device: str) -> None:
     inputs = inputs_of(PAIR, 40, 24, device)

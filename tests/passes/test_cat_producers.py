@@ -132,6 +132,29 @@ def test_the_gradient_of_a_bias_comes_along(dtype: torch.dtype) -> None:
     assert torch.ops.aten.sum.dim_IntList not in targets(graph)
 
 
+def test_what_is_done_to_rows_of_the_cat_is_done_to_each_half() -> None:
+    """As with experts, whose last rows belong to none."""
+
+    def function(last: Tensor, *x: Tensor) -> Any:
+        inside = torch.arange(ROWS)[:, None] < last
+        return quantized(torch.where(inside, gradients(*x), 0.0))
+
+    graph = after(function, torch.tensor(17), *matrices(), expected=1)
+    assert len(producer(graph).args[0]) == 4
+    after(lambda *x: quantized(-gradients(*x)), *matrices(), expected=1)
+
+
+@pytest.mark.parametrize(
+    "whole", [lambda cat, x: cat * torch.cat([x, x], 1), lambda cat, x: cat * x[:1].repeat(1, 2), torch.mm]
+)
+def test_what_is_done_to_more_than_rows_stays(whole: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def function(dy: Tensor, gate: Tensor, up: Tensor) -> Any:
+        other = torch.ones(2 * COLUMNS, 2 * COLUMNS).bfloat16() if whole is torch.mm else gate
+        return quantized(whole(gradients(dy, gate, up), other))
+
+    after(function, *matrices(), expected=0)
+
+
 def test_each_of_several_is_one() -> None:
     def function(*x: Tensor) -> Any:
         return *both(*x[:3]), *both(*x[3:])
