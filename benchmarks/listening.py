@@ -38,7 +38,8 @@ class Layer(nn.Module):
     def convolved(self, x: Tensor) -> Tensor:
         """y [B, O, L'] for x [B, C, L]."""
         if not self.by_hand:
-            return self.convolution(x)  # type: ignore[no-any-return]
+            y: Tensor = self.convolution(x)
+            return y
         x, weight = (
             each.unsqueeze(2).contiguous(memory_format=torch.channels_last) for each in (x, self.convolution.weight)
         )

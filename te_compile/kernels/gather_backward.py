@@ -18,6 +18,8 @@ from te_compile.kernels.buffers import on_device_of
 from te_compile.kernels.launch import launch
 
 MATRICES, PLACES, COLUMNS, WARPS = 64, 64, 128, 4
+MOST_PROGRAMS = 65535
+"""Along the second and third dimension of a launch."""
 
 
 @triton.jit

@@ -10,18 +10,14 @@ of dy with what is 1 where an index is r, and each program of a kernel makes as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from te_compile.ops import registry
 from te_compile.ops.library import define
-from te_compile.ops.registry import Target, Unsupported
 
 NARROW = (torch.bfloat16, torch.float16)
-MOST_ROWS = 65535
-"""Rows, and matrices too, that one launch has programs for."""
+"""The dtypes of dy that a kernel multiplies."""
 
 
 @registry.register("gather_backward", registry.REFERENCE)
@@ -32,29 +28,6 @@ def gather_backward_reference(dy: Tensor, index: Tensor, columns: int) -> Tensor
     """
     zeros = torch.zeros(*dy.shape[:2], columns, dtype=torch.float32, device=dy.device)
     return zeros.scatter_add(2, index.long().expand(dy.shape), dy.float()).to(dy.dtype)
-
-
-def _check(target: Target, arguments: dict[str, Any]) -> None:
-    if target.device != "cuda":
-        raise Unsupported(f"needs a CUDA device, not {target.device}")
-    if target.capability is None or target.capability < (8, 0):
-        raise Unsupported(f"needs compute capability 8.0, this device has {target.capability}")
-    if arguments["dy"].dtype not in NARROW:
-        raise Unsupported(f"dy is {arguments['dy'].dtype}, not of 16 bits")
-    try:
-        import triton  # noqa: F401 - a machine without it runs the reference
-    except ImportError as error:
-        raise Unsupported(f"Triton is not installed ({error})") from None
-
-
-@registry.register("gather_backward", "triton", priority=10, check=_check)
-def gather_backward_triton(dy: Tensor, index: Tensor, columns: int) -> Tensor:
-    """By kernels/gather_backward.py."""
-    if dy.numel() == 0 or columns == 0 or max(dy.shape[:2]) > MOST_ROWS:
-        return gather_backward_reference(dy, index, columns)
-    from te_compile.kernels.gather_backward import gather_backward as kernel
-
-    return kernel(dy, index, columns)
 
 
 def _gather_backward(dy: Tensor, index: Tensor, columns: int, implementation: str = registry.REFERENCE) -> Tensor:

@@ -27,6 +27,7 @@ from te_compile.ops.dropout_attention import dropout_attention_backward_referenc
 from te_compile.ops.dropout_bits import dropout_bits_reference, kept_share, nearest_share, words_of
 from te_compile.ops.dropout_masks import dropout_mask_reference
 from te_compile.ops.fp8_attention import fp8_attention_reference
+from te_compile.ops.gather_backward import NARROW, gather_backward_reference
 from te_compile.ops.mask_tiles import mask_tiles_reference
 from te_compile.ops.norm import KINDS
 from te_compile.ops.norm_backward import norm_backward_reference
@@ -221,6 +222,23 @@ def column_sums(partials: list[Tensor], dtypes: list[torch.dtype]) -> list[Tenso
     from te_compile.kernels.column_sums import added_up_at_once
 
     return added_up_at_once(partials, dtypes)
+
+
+def _check_gather_backward(target: Target, arguments: dict[str, Any]) -> None:
+    check_target(target)
+    if arguments["dy"].dtype not in NARROW:
+        raise Unsupported(f"dy is {arguments['dy'].dtype}, not of 16 bits")
+
+
+@registry.register("gather_backward", TRITON, priority=PRIORITY, check=_check_gather_backward)
+def gather_backward(dy: Tensor, index: Tensor, columns: int) -> Tensor:
+    """``te::gather_backward`` by kernels/gather_backward.py."""
+    from te_compile.kernels.gather_backward import MOST_PROGRAMS
+    from te_compile.kernels.gather_backward import gather_backward as kernel
+
+    if dy.numel() == 0 or columns == 0 or max(dy.shape[:2]) > MOST_PROGRAMS:
+        return gather_backward_reference(dy, index, columns)
+    return kernel(dy, index, columns)
 
 
 @registry.register("quantize_weights", TRITON, priority=PRIORITY, check=_check_quantize_weights)

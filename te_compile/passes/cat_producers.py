@@ -101,7 +101,8 @@ def _as_cat(root: Node) -> Node:
     last = cat.meta["val"].dim() - 1
     if len(given["tensors"]) != 2 or given["dim"] % (last + 1) != last or value is None:
         return root
-    if not all_same(value.shape, cat.meta["val"].shape):
+    alike = all(half.meta["val"].dtype == cat.meta["val"].dtype for half in given["tensors"])
+    if not alike or not all_same(value.shape, cat.meta["val"].shape):
         return root
     others = (each.meta["val"] for each in root.all_input_nodes if each is not cat)
     if not all(other.dim() == 0 or same(other.shape[-1], 1) for other in others):

@@ -3,7 +3,8 @@
 Disentangled attention, of DeBERTa and SEW-D, scores each query against all relative positions, and then gathers, for
 each key, the score of the position that it has; the indices are those of the positions, whatever the head and the
 sequence. Inductor adds the gradient up in float32, atomically, and rounds it in another pass: where dy is
-[256, 256, 256] and there are 1024 positions that took 558 µs on an H200, a quarter of a step for each of two a layer.
+[256, 256, 256] and there are 1024 positions its kernel, which is the softmax's backward as well, took 579 µs a layer on
+an H200, more than a fifth of a step (``python -m benchmarks.survey --only deberta_v2 --kernels 12``).
 
     scatter_add(zeros, -1, index.expand(…), dy)    becomes    te::gather_backward(dy, index, columns)
 
@@ -22,7 +23,7 @@ from te_compile.ops.gather_backward import GATHER_BACKWARD, NARROW
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.captured_nodes import size_hint
 from te_compile.passes.new_nodes import call_like, reshaped
-from te_compile.passes.pointwise_nodes import CONSTANTS, value_of
+from te_compile.passes.pointwise_nodes import is_zero, value_of
 from te_compile.passes.sizes import all_same, same
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def gather_backwards(graph: Graph) -> int:
 def _replaced(node: Node) -> bool:
     given, value = arguments_of(node), value_of(node)
     dy, index = given["src"], _shared(given["index"])
-    if value is None or index is None or not _is_zero(given["self"]) or not _fits(given, index):
+    if value is None or index is None or not is_zero(given["self"]) or not _fits(given, index):
         return False
     rows, places = given["src"].meta["val"].shape[-2:]
     with node.graph.inserting_before(node):
@@ -67,11 +68,8 @@ def _shared(index: Node) -> Node | None:
     value, repeated = value_of(source), value_of(index)
     if value is None or repeated is None or value.dim() < 2 or not value.is_contiguous():
         return None
-    return source if same(value.numel(), repeated.shape[-2] * repeated.shape[-1]) else None
-
-
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, Node) and node.target in CONSTANTS and bool(node.args[1:2] == (0,))
+    once = all(same(size, 1) for size in value.shape[:-2])
+    return source if once and all_same(value.shape[-2:], repeated.shape[-2:]) else None
 
 
 def _fits(given: dict[str, Any], index: Node) -> bool:

@@ -29,7 +29,7 @@ from te_compile.passes.arguments import arguments_of
 from te_compile.passes.index_space import behind_views
 from te_compile.passes.new_nodes import call_like
 from te_compile.passes.parts import parts_of
-from te_compile.passes.pointwise_nodes import VIEWS, tensor_arguments, value_of
+from te_compile.passes.pointwise_nodes import VIEWS, is_zero, tensor_arguments, value_of
 from te_compile.passes.sizes import all_same
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def _placed(addend: Any, total: Node) -> Placed | None:
         return None
     given = arguments_of(addend)
     whole, value, part = value_of(total), value_of(addend), value_of(given["src"])
-    if whole is None or value is None or part is None or not _is_zero(given["self"]) or not _has_one_reader(addend):
+    if whole is None or value is None or part is None or not is_zero(given["self"]) or not _has_one_reader(addend):
         return None
     if value.dim() != whole.dim() or not all_same(value.shape, whole.shape):
         return None
@@ -155,10 +155,6 @@ def _places(given: dict[str, Any], size: Any) -> tuple[int, int] | None:
         return None
     start, stop, _ = slice(start, stop).indices(size)
     return start, stop
-
-
-def _is_zero(node: Node) -> bool:
-    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def _covering(placed: Sequence[Placed | None], total: Node) -> Joined | None:

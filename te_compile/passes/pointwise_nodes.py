@@ -193,6 +193,13 @@ def translate(builder: SpecBuilder, node: Node, operands: dict[Node, Operand]) -
     return builder.cast(operand, tensor.dtype) if node.target in CASTS else operand
 
 
+def is_zero(node: Any) -> bool:
+    """Is ``node`` a tensor that is 0 everywhere, as one that something is added to is?"""
+    if not isinstance(node, Node) or node.target not in CONSTANTS:
+        return False
+    return bool((node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]) == 0)
+
+
 def is_pointwise(node: Node) -> bool:
     """Does ``node`` stand in the tables, with tensors of dtypes that the language knows?"""
     if node.op != "call_function" or not any(

@@ -32,7 +32,7 @@ from torch.fx import Graph, Node
 from te_compile.passes.arguments import arguments_of
 from te_compile.passes.captured_nodes import size_hint
 from te_compile.passes.new_nodes import call_like, keep_in_backward, reshaped
-from te_compile.passes.pointwise_nodes import CASTS, CONSTANTS, value_of
+from te_compile.passes.pointwise_nodes import CASTS, CONSTANTS, is_zero, value_of
 from te_compile.passes.sizes import all_same, same
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -94,7 +94,7 @@ def _row_sums(node: Node) -> RowSums | None:
     if not isinstance(ids, Node) or not isinstance(given["values"], Node) or not given.get("accumulate", True):
         return None
     x, padding = _before_padding(given["values"], ids)
-    if table is None or not _is_zero(given["self"]) or not _fit(table, value_of(ids), value_of(x)):
+    if table is None or not is_zero(given["self"]) or not _fit(table, value_of(ids), value_of(x)):
         return None
     rows = int(table.shape[0])
     if node.target is not _MASKED:
@@ -143,7 +143,7 @@ def _hidden(values: Node, ids: Node) -> tuple[Node, int] | None:
     if values.target is not aten.where.self:
         return None
     condition, zero, x = values.args
-    if not isinstance(x, Node) or not isinstance(zero, Node) or not _is_zero(zero):
+    if not isinstance(x, Node) or not isinstance(zero, Node) or not is_zero(zero):
         return None
     conditions = _conditions(condition, ids)
     if conditions is None or len(conditions) != 1 or conditions[0][0] is not aten.eq.Scalar:
@@ -184,12 +184,6 @@ def _comparisons(mask: Node) -> Iterator[Node]:
             yield from _comparisons(each)
     else:
         yield mask
-
-
-def _is_zero(node: Any) -> bool:
-    if not isinstance(node, Node) or node.target not in CONSTANTS:
-        return False
-    return bool((node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]) == 0)
 
 
 def _are_read_by_an_embedding(ids: Node) -> bool:

@@ -25,10 +25,10 @@ STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 @pytest.mark.parametrize("indices", [relative_positions, anything])
 @pytest.mark.parametrize("size", [(192, 512, 512, 512), (100, 197, 133, 300), (16, 1000, 64, 64)], ids=str)
 def test_the_kernel_agrees_with_the_reference(
-    size: tuple[int, int, int, int], indices: object, dtype: torch.dtype
+    size: tuple[int, int, int, int], indices: Callable[[int, int, int], Tensor], dtype: torch.dtype
 ) -> None:
     batch, rows, places, columns = size
-    index = indices(rows, places, columns).cuda()  # type: ignore[operator]
+    index = indices(rows, places, columns).cuda()
     dy = torch.randn(batch, rows, places, device="cuda").to(dtype)
     got, right = gather_backward(dy, index, columns), gather_backward_reference(dy, index, columns)
     assert relative_error(got, right) < STEP[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,12 +30,16 @@ def anything(rows: int, places: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("size", [(3, 5, 70, 20), (66, 2, 64, 130), (1, 3, 7, 300), (2, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("narrow", [torch.int32, torch.int64], ids=str)
 def test_it_agrees_with_the_reference(
-    size: tuple[int, int, int, int], indices: object, dtype: torch.dtype, narrow: torch.dtype, device: str
+    size: tuple[int, int, int, int],
+    indices: Callable[[int, int, int], Tensor],
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    device: str,
 ) -> None:
     if dtype == torch.bfloat16 and device != "cuda":
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
     batch, rows, places, columns = size
-    index = indices(rows, places, columns).to(device, narrow)  # type: ignore[operator]
+    index = indices(rows, places, columns).to(device, narrow)
     dy = torch.randn(batch, rows, places, device=device).to(dtype)
     got, right = gather_backward(dy, index, columns), gather_backward_reference(dy, index, columns)
     assert got.dtype == dtype and got.shape == (batch, rows, columns) and got.is_contiguous()

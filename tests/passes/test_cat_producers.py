@@ -200,7 +200,7 @@ def test_a_cat_that_is_read_elsewhere_stays() -> None:
 
 def test_too_many_matrices_stay() -> None:
     def function(dy: Tensor, *x: Tensor) -> Any:
-        one, other = sum(x[:3]), sum(x[3:])  # type: ignore[arg-type]
+        one, other = x[0] + x[1] + x[2], x[3] + x[4] + x[5]
         return quantized(torch.cat([dy * one, dy * other], -1))
 
     assert MOST_MATRICES < 7 < MOST_NODES
@@ -210,6 +210,13 @@ def test_too_many_matrices_stay() -> None:
 def test_what_is_no_wider_than_a_head_may_be_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[cat_producers.__module__], "WIDEST", 2 * COLUMNS)
     after(both, *matrices(), expected=0)
+
+
+def test_a_cat_of_two_dtypes_stays() -> None:
+    def function(dy: Tensor, gate: Tensor, up: Tensor) -> Any:
+        return quantized(torch.cat([(dy * up).float(), dy * gate], -1).mul(dy[:, :1]).bfloat16())
+
+    after(function, *matrices(), expected=0)
 
 
 def test_equal_halves_stay() -> None:

@@ -79,6 +79,11 @@ def test_indices_of_each_matrix_stay() -> None:
     after(of_gather, dy, torch.randint(0, COLUMNS, (1, ROWS, 1)), expected=0)
 
 
+def test_indices_of_each_matrix_stay_also_where_there_are_as_many_as_shared_ones_would_be() -> None:
+    for size in ((PLACES, ROWS, 1), (ROWS * PLACES, 1, 1), (ROWS, 1, PLACES)):
+        after(of_gather, torch.randn(size[0], ROWS, PLACES).bfloat16(), torch.randint(0, COLUMNS, size), expected=0)
+
+
 def test_float32_stays() -> None:
     after(of_gather, torch.randn(6, ROWS, PLACES), shared(6), expected=0)
 
